@@ -43,9 +43,14 @@ class Seen(NamedTuple):
 Check = Callable[[Seen], None]
 
 
-def _answers(seen: Seen) -> list[dict[str, Any]]:
-    kinds = [seen.ours] if isinstance(seen.ours, list) else seen.ours.values()
+def answers_of(asked: Any) -> list[dict[str, Any]]:
+    """All answers, of every kind."""
+    kinds = [asked] if isinstance(asked, list) else asked.values()
     return [answer for kind in kinds for answer in kind]
+
+
+def _answers(seen: Seen) -> list[dict[str, Any]]:
+    return answers_of(seen.ours)
 
 
 def drafted(seen: Seen) -> None:

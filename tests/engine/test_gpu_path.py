@@ -19,7 +19,7 @@ import requests
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.errors import Failed
 from tests.conftest import FUZZ
-from tests.engine import checks, client, faults, workload
+from tests.engine import checks, client, faults, front_ends, workload
 from tests.engine import servers as s
 from tests.engine.checks import Seen
 from tests.engine.comparison import Row, cases, compare
@@ -47,8 +47,23 @@ def proposals_from_graphs(seen: Seen) -> None:
     assert seen.report["draft_eager_proposals"] > 0
 
 
+def scored_alike(seen: Seen) -> None:
+    """Log-probabilities, of the answers that have them."""
+    name = "output_token_logprobs"
+    for ours, theirs in zip(
+        checks.answers_of(seen.ours), checks.answers_of(seen.theirs), strict=True
+    ):
+        if name in ours["meta_info"]:
+            got, expected = ([x[0] for x in a["meta_info"][name]] for a in (ours, theirs))
+            assert got == pytest.approx(expected, abs=1e-3)
+
+
+def retracted(seen: Seen) -> None:
+    assert sum(a["meta_info"]["num_retractions"] for a in checks.answers_of(seen.ours)) > 0
+
+
 ALL = (asks.greedy, asks.every_sort, asks.aborted)
-TABLE = (Row(g.DFLASH, s.PLAIN, ALL, (checks.drafted, proposals_from_graphs)),)
+TABLE = (Row(g.DFLASH, s.PLAIN, ALL, (checks.drafted, proposals_from_graphs, scored_alike)),)
 LONG = (
     # The plain servers that rows are compared with answer as the CPU's, up to near-ties of 16 bits.
     Row(g.PLAIN, s.PLAIN, ALL),
@@ -58,7 +73,9 @@ LONG = (
     Row(g.NO_OVERLAP, s.PLAIN, ALL, (checks.drafted, proposals_from_graphs)),
     Row(g.NO_DRAFT_GRAPHS, s.PLAIN, (asks.greedy,), (checks.drafted,)),
     Row(g.LOOKED_UP, s.PLAIN, ALL, (checks.drafted,)),
-    Row(g.TIGHT, s.PLAIN, ALL, (checks.drafted,)),
+    Row(g.TIGHT, s.PLAIN, (asks.greedy,), (checks.drafted, retracted)),
+    Row(g.TIGHT, s.PLAIN, (asks.every_sort, asks.aborted), (scored_alike,)),
+    Row(g.TOLD, front_ends.TOLD_PLAIN, (front_ends.chat,), (front_ends.calls_told,)),
     Row(g.SECOND_DRAFT, s.PLAIN, (asks.greedy,), (checks.drafted,)),
     Row(g.ONE_REQUEST, s.PLAIN, (asks.every_sort,), (checks.drafted,)),
     Row(g.SEEDED, g.SEEDED_PLAIN, (asks.seeded,), (checks.drafted,)),
@@ -86,7 +103,15 @@ def test_answers_are_plain_decodings(
 
 
 @pytest.mark.parametrize(
-    "config", [g.DFLASH, pytest.param(g.BUILTIN, marks=pytest.mark.long)], ids=str
+    "config",
+    [
+        g.DFLASH,
+        *(
+            pytest.param(c, marks=pytest.mark.long)
+            for c in (g.BUILTIN, g.OWN_KERNELS, g.LOOKED_UP, g.FA3, g.HYBRID_REPLAY)
+        ),
+    ],
+    ids=str,
 )
 def test_a_decode_step_waits_for_its_results_only(config: ServerConfig, server: Server) -> None:
     """One wait per step, where the loop reads what the step has computed; host memory that is

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.platform_cpu import OVERLAP
+from tests.engine import front_ends
 from tests.engine.servers import (
     FILES,
     LOOKUP,
@@ -71,6 +72,12 @@ TIGHT = (
 SECOND_DRAFT = DFLASH.named("gpu-dflash2").having(**SECOND)
 ONE_REQUEST = DFLASH.named("gpu-one-request").having(
     max_running_requests=1, max_total_tokens=512, context_length=None
+)
+# Whose target writes calls of tools.
+TOLD = (
+    on_gpu(front_ends.TOLD.named("gpu-told"))
+    .having(attention_backend="triton", **SMALL)
+    .with_env(**{TWINS: "1"})
 )
 SEEDED_PLAIN = PLAIN.named("gpu-seeded-plain").having(enable_deterministic_inference=True)
 SEEDED = SEEDED_PLAIN.named("gpu-seeded").having(**drafting(DENSE.draft))
