@@ -72,17 +72,17 @@ def every_sort(server: Server) -> Answers:
     penalties are beside a request that is aborted."""
     text = PROMPTS["short"][9]
 
-    def one(sort: dict[str, Any]) -> Answers:
+    def answered(sort: dict[str, Any]) -> Answers:
         answer = client.ask(server, text, **{"max_new_tokens": NEW_TOKENS, **sort})
         return answer if isinstance(answer, list) else [answer]
 
-    answers = at_once([lambda sort=sort: one(sort) for sort in SORTS], 3)
+    answers = at_once([lambda sort=sort: answered(sort) for sort in SORTS], 3)
     scored = client.ask(server, PROMPTS["demo"][3], SCORES, max_new_tokens=NEW_TOKENS)
     return [answer for each in answers for answer in each] + [scored]
 
 
 def aborted(server: Server) -> Answers:
-    """Of three requests at a time the middle one's client hangs up."""
+    """Two requests beside one whose client hangs up."""
 
     def hang_up() -> None:
         body = {

@@ -1,4 +1,4 @@
-"""What the faked GPU does as a GPU does, for a process that has one: prints what fails, by name."""
+"""Claims: the faked GPU refuses, counts and computes as a GPU does. Prints those that fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fake_gpu.gpu import GPU
 
 
 def waited(run: Callable[[], Any]) -> int:
-    """How often the host has waited in it."""
+    """The number of waits of the host in it."""
     before = GPU.waits.total()
     run()
     return GPU.waits.total() - before

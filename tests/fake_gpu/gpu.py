@@ -20,7 +20,7 @@ PACKAGES = ("/sglang/", "/sglang_dflash/", "/dflash_kernels/")
 
 
 class Capture(Protocol):
-    """What records the operations of a stream capture."""
+    """A recorder of the operations of a stream capture."""
 
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None: ...
 
@@ -115,7 +115,7 @@ class Gpu:
         self.launches[name] = times + 1, before + seconds
 
     def report(self) -> dict[str, Any]:
-        """What `/server_info` shows of it."""
+        """Its figures for `/server_info`."""
         return {
             "total": self.total,
             "bytes": self.memory.bytes,

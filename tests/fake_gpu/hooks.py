@@ -1,4 +1,4 @@
-"""What is replaced in SGLang's and other modules once they are imported."""
+"""Replacements in modules of SGLang, FlashInfer and ours, made once they are imported."""
 
 from __future__ import annotations
 

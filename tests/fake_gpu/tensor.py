@@ -200,7 +200,7 @@ def refuse_other_devices(func: Any, on_gpu: list[CudaTensor], on_host: list[Tens
 
 
 def downloads(name: str, args: Any, asked: torch.device | None, on_gpu: list[CudaTensor]) -> bool:
-    """Whether the result is on the host."""
+    """Say if the result is on the host."""
     if name == "aten::copy_":
         return isinstance(args[1], CudaTensor) and not isinstance(args[0], CudaTensor)
     return name == "aten::_to_copy" and bool(on_gpu) and asked is not None and asked.type == "cpu"
@@ -300,7 +300,7 @@ class Call:
 
 
 def unfilled(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation returns during a capture, which runs nothing: its own argument, or new
+    """The result of an operation during a capture, which runs nothing: an argument, or new
     memory."""
     schema = func._schema
     if all(r.alias_info is not None for r in schema.returns):

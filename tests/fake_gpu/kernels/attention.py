@@ -133,8 +133,8 @@ def decode_attention(
         slots = kv_indices[starts[b] : starts[b + 1]].long()
         if len(slots):
             keys, values = k_rows[slots], v_rows[slots]
-            one = attend(q[b : b + 1], keys, values, None, sm_scale, logit_cap, sinks)
-            o[b : b + 1] = one.to(o.dtype)
+            result = attend(q[b : b + 1], keys, values, None, sm_scale, logit_cap, sinks)
+            o[b : b + 1] = result.to(o.dtype)
 
 
 def paged_attention(
