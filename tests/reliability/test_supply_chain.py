@@ -73,7 +73,7 @@ def ours(path: Path) -> set[str]:
 def reaches_the_network(path: Path) -> bool:
     fetching = {name for name, _ in calls(path) if name.rpartition(".")[2] in FETCHES}
     fetching = {name for name in fetching if name.partition(".")[0] not in ours(path)}
-    return bool(top_level(path) & NETWORK or set(imported(path)) & HTTP or fetching)
+    return bool(top_level(path) & NETWORK or imported(path) & HTTP or fetching)
 
 
 def test_the_page_names_every_module_that_reaches_the_network() -> None:
