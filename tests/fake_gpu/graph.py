@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.fake_gpu.capture import tensors_in
 from tests.fake_gpu.gpu import GPU
 from tests.fake_gpu.streams import InStream, Stream
-from tests.fake_gpu.tensor import tensors_in
 
 
 class CUDAGraph:
@@ -23,8 +23,8 @@ class CUDAGraph:
         # Function, arguments, and where its new results go.
         self.steps: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
 
-    def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note an operation. A view has nothing to run."""
+    def record(self, func: Any, args: Any, kwargs: Any, result: Any, run: Any) -> None:
+        """Note an operation, which `run` runs again. A view has nothing to run."""
         if func.is_view:
             return
         written = any(r.alias_info is not None for r in func._schema.returns)
@@ -33,7 +33,7 @@ class CUDAGraph:
             None if x.untyped_storage().data_ptr() in given else x
             for x in ([] if written else tensors_in(result))
         ]
-        self.steps.append((func, args, kwargs, results))
+        self.steps.append((run, args, kwargs, results))
 
     def launch(self, run: Any, args: Any, kwargs: Any) -> None:
         self.steps.append((run, args, kwargs, []))

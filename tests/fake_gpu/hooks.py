@@ -20,7 +20,8 @@ from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.platform_cpu import seams as platform_cpu
 from tests.fake_gpu.gpu import GPU
 from tests.fake_gpu.kernels import attention, elementwise, sampling, twins
-from tests.fake_gpu.tensor import COMPILED, CudaTensor, function, kernel
+from tests.fake_gpu.launches import function, kernel
+from tests.fake_gpu.tensor import COMPILED, CudaTensor
 
 # A variable of a server: SGLang's attention in the interpreter, 50 times slower than torch code.
 INTERPRETED_ATTENTION = "FAKE_GPU_INTERPRETED_ATTENTION"

@@ -21,7 +21,8 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.fake_gpu.gpu import GPU
-from tests.fake_gpu.tensor import CudaTensor, launched
+from tests.fake_gpu.launches import launched
+from tests.fake_gpu.tensor import CudaTensor
 
 PROPERTIES = {
     "multiprocessor_count": 132,

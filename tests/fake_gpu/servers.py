@@ -82,7 +82,7 @@ TOLD = (
 SEEDED_PLAIN = PLAIN.named("gpu-seeded-plain").having(enable_deterministic_inference=True)
 SEEDED = SEEDED_PLAIN.named("gpu-seeded").having(**drafting(DENSE.draft))
 FAULTY = faulty(DFLASH)
-TP2 = on_gpu(DFLASH.having(tp_size=2), gpus=2).named("gpu-tp2")
+TP2 = on_gpu(DFLASH.having(tp_size=2, disable_custom_all_reduce=True), gpus=2).named("gpu-tp2")
 # FlashAttention 3, which serves 16 bits only.
 FA3_PLAIN = PLAIN.named("gpu-fa3-plain").having(dtype="bfloat16", attention_backend="fa3")
 FA3 = (

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tests.fake_gpu.capture import finished, mapped, tensors_in, unfilled
 from tests.fake_gpu.gpu import GPU
 
 CPU = torch.device("cpu")
@@ -43,32 +43,6 @@ READ = {
     "aten::unique_dim",
     "aten::bincount",
 }
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
-
-
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """`change` of everything in lists, tuples and dicts."""
-    if type(value) in (list, tuple):
-        return type(value)([mapped(change, each) for each in value])
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(change, each) for each in value))
-    if type(value) is dict:
-        return {name: mapped(change, each) for name, each in value.items()}
-    return change(value)
-
-
-def host_of(value: Any) -> Any:
-    """The host tensor inside a tensor of the GPU; anything else as it is."""
-    return value.host if isinstance(value, CudaTensor) else value
 
 
 class CudaTensor(Tensor):
@@ -263,15 +237,20 @@ class Call:
         self.given = {id(x) for x in tensors_in((self.args, self.kwargs))}
 
     def run(self) -> Any:
+        func = self.func
         captured = GPU.capture is not None and self.on_gpu and not self.to_host
-        if captured and not self.func.is_view:
+        if captured and func.namespace == "c10d":
+            # All ranks capture it: it runs now, too.
+            func = finished(func)
+            result = func(*self.args, **self.kwargs)
+        elif captured and not self.func.is_view:
             result = unfilled(self.func, self.args, self.kwargs)
         else:
             result = self.func(*self.args, **self.kwargs)
         if self.moves and not self.to_host and id(result) in self.given:
             result = result.clone()
         if GPU.capture is not None:
-            GPU.capture.record(self.func, self.args, self.kwargs, result)
+            GPU.capture.record(self.func, self.args, self.kwargs, result, run=func)
         return mapped(self._outer, result)
 
     def _inner(self, value: Any) -> Any:
@@ -297,102 +276,3 @@ class Call:
             with torch.inference_mode(False):
                 return CudaTensor(value, self.device)
         return CudaTensor(value, self.device)
-
-
-def unfilled(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation during a capture, which runs nothing: an argument, or new
-    memory."""
-    schema = func._schema
-    if all(r.alias_info is not None for r in schema.returns):
-        written = {
-            name: (i, argument.name)
-            for i, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None
-            for name in argument.alias_info.before_set
-        }
-        places = [written[next(iter(r.alias_info.before_set))] for r in schema.returns]
-        results = tuple(kwargs[name] if name in kwargs else args[i] for i, name in places)
-        return results[0] if len(results) == 1 else results or None
-
-    def meta(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        return torch.device("meta") if isinstance(x, torch.device) else x
-
-    def new(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if not x.numel():
-            return torch.zeros(x.shape, dtype=x.dtype).as_strided(x.shape, x.stride())
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_()
-
-    with _disable_current_modes():
-        return mapped(new, func(*mapped(meta, args), **mapped(meta, kwargs)))
-
-
-def kernel(run: Callable[..., Any]) -> Callable[..., None]:
-    """A compiled kernel made of torch code, which gets the host tensors inside and writes into
-    them. A capture holds the launch, not its operations."""
-
-    def launch(*args: Any, **kwargs: Any) -> None:
-        for x in tensors_in((args, kwargs)):
-            if not isinstance(x, CudaTensor) and x.ndim:
-                raise RuntimeError(f"kernel {run} got a tensor of the host, {tuple(x.shape)}")
-        launched(run.__name__, run, args, kwargs)
-
-    return launch
-
-
-def launched(name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Run a kernel on the host tensors inside, or note its launch in the capture."""
-
-    def go(*args: Any, **kwargs: Any) -> None:
-        begun = time.perf_counter()
-        with _disable_current_modes(), torch.no_grad():
-            run(*args, **kwargs)
-        GPU.launched(name, time.perf_counter() - begun)
-
-    args, kwargs = mapped(host_of, args), mapped(host_of, kwargs)
-    if GPU.capture is None:
-        go(*args, **kwargs)
-    else:
-        GPU.capture.launch(go, args, kwargs)
-
-
-def function(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that launches kernels and returns tensors, made of torch code that gets the host
-    tensors inside. A capture holds the call; what it returns then is not filled before a replay."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = {id(x.host): x for x in tensors_in((args, kwargs)) if isinstance(x, CudaTensor)}
-        inside = mapped(host_of, (args, kwargs))
-
-        def go() -> Any:
-            with _disable_current_modes(), torch.no_grad():
-                return run(*inside[0], **inside[1])
-
-        def wrapped(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            wrapper = given.get(id(value))
-            return CudaTensor(value) if wrapper is None else wrapper
-
-        if GPU.capture is None:
-            return mapped(wrapped, go())
-        # What it writes is put back: a capture runs nothing.
-        storages = {s.data_ptr(): s for s in (x.untyped_storage() for x in given.values())}
-        before = {address: storage.clone() for address, storage in storages.items()}
-        results = go()
-        for address, storage in storages.items():
-            storage.copy_(before[address])
-        new = [x for x in tensors_in(results) if id(x) not in given]
-
-        def again() -> None:
-            filled = [x for x in tensors_in(go()) if id(x) not in given]
-            for kept, values in zip(new, filled, strict=True):
-                kept.copy_(values)
-
-        GPU.capture.launch(again, (), {})
-        return mapped(wrapped, results)
-
-    return call

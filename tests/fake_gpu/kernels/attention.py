@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fake_gpu.tensor import CudaTensor, kernel
+from tests.fake_gpu.launches import kernel
+from tests.fake_gpu.tensor import CudaTensor
 
 
 def attend(

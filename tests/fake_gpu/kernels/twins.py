@@ -18,7 +18,7 @@ from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.noise import PLAIN, BlockNoise
 from sglang_dflash.drafting.rope import Rotary
-from tests.fake_gpu.tensor import kernel
+from tests.fake_gpu.launches import kernel
 
 OPS = ops.TorchOps()
 
