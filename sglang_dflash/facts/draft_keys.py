@@ -8,7 +8,7 @@ cannot read of a config, a server's start tells (`serving.start.draft_files`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +99,24 @@ _ALSO_NEUTRAL = dict.fromkeys(("attention_value_scale", "input_embedding_scale")
 
 
 def check_code(raw: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `auto_map` of a parsed config.json names Python for a config, tokenizer
-    or processor: a draft's code is never run. Published drafts name an `AutoModel` only."""
-    auto_map = raw.get("auto_map")
-    if not isinstance(auto_map, Mapping):
-        return
-    for name, code in auto_map.items():
-        if name.startswith("Auto") and name != "AutoModel":
+    """Raise ConfigError if an `auto_map` of a parsed config.json names Python for a config,
+    tokenizer or processor: a draft's code is never run. Published drafts name a model only."""
+    for name, code in (entry for auto_map in auto_maps(raw) for entry in auto_map.items()):
+        if name.startswith("Auto") and not name.startswith("AutoModel"):
             field = f"auto_map.{name} in the draft's config.json"
             raise ConfigError(field, code, "code of a draft is never run: remove the entry")
+
+
+def auto_maps(raw: Any) -> Iterator[Mapping[str, Any]]:
+    """The `auto_map` entries of a parsed config.json that are not empty, at any depth: SGLang lifts
+    the fields of a nested config."""
+    if not isinstance(raw, Mapping):
+        return
+    own = raw.get("auto_map")
+    if isinstance(own, Mapping) and own:
+        yield own
+    for value in raw.values():
+        yield from auto_maps(value)
 
 
 def check_keys(raw: Mapping[str, Any]) -> None:

@@ -179,8 +179,8 @@ def _table_cell(paged: bool, holes: bool) -> int:
 def _candidate_bytes(config: DraftConfig) -> int:
     """Of a drafted position: keys, values and ids of its candidates, and the projected hidden
     state, in float32."""
-    of = config.selector
-    return 0 if of is None else of.top_k * (8 + 4 + 8) + 4 * of.rank
+    selector = config.selector
+    return 0 if selector is None else selector.top_k * (8 + 4 + 8) + 4 * selector.rank
 
 
 def _activations(config: DraftConfig) -> int:
@@ -235,7 +235,7 @@ def headroom(verify_block: int) -> int:
 
 def default_captures(requests: int) -> tuple[int, ...]:
     """Batch sizes whose decode steps SGLang captures for so many running requests, if its flags do
-    not name others."""
+    not name others (`generate_decode_cuda_graph_batch_sizes` in its cuda_graph_hook.py)."""
     sizes = (
         *range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8),
         *range(272, requests + 1, 16),

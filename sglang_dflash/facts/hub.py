@@ -77,7 +77,8 @@ def checkpoint(model: str) -> str:
         return f"models--{model.replace('/', '--')}"
     path = Path(model).resolve()
     # CACHE/models--OWNER--NAME/snapshots/COMMIT
-    return path.parents[1].name if path.parent.name == "snapshots" else str(path)
+    is_cached = path.parent.name == "snapshots" and path.parents[1].name.startswith("models--")
+    return path.parents[1].name if is_cached else str(path)
 
 
 def cached_config(name: str, revision: str | None = None) -> Path | None:

@@ -12,7 +12,7 @@ from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.hub import cached_config
 from sglang_dflash.facts.published import published_pairs
 
-# What the name of a quantized checkpoint has behind that of the model.
+# Suffixes that a quantized checkpoint's name adds to the model's.
 _PRECISIONS = (
     r"(?:[-_.](?:bf16|fp16|fp8|fp4|nf4|int8|int4|nvfp4|mxfp4|mxfp8|[48]-?bit|w\d+a\d+|w4afp8|awq"
     r"|gptq|bnb|autoround|dynamic|block|modelopt|quantized|quant))+$"
@@ -23,22 +23,18 @@ def published_draft(target: str) -> str:
     """The hub name of the first draft that is published for a target.
 
     Args:
-        target: a folder or a hub name; of the model itself, a quantization of it, or another model
-            that its card or config.json names it as the base of.
+        target: a folder or a hub name: of a model that has a draft, of a quantization of one, or,
+            if its files are here, of a model whose card or config.json names one as its base.
 
     Raises:
         ConfigError: none is known.
     """
     pairs = published_pairs()
-    names = list(dict.fromkeys(_origins(target)))
-    for name in names:
-        for known, drafts in pairs.items():
-            if known.casefold() == name.casefold():
-                return drafts[0]
-    for name in names:
-        for known, drafts in pairs.items():
-            if _model(known) == _model(name):
-                return drafts[0]
+    for name in _origins(target):
+        for spelled in (str.casefold, _model):
+            for known, drafts in pairs.items():
+                if spelled(known) == spelled(name):
+                    return drafts[0]
     required = (
         f"give a folder or a hub name: no draft is known that is published for {target!r}; drafts "
         f"are known for {', '.join(pairs)}"
@@ -69,8 +65,9 @@ def _base_models(card: Path) -> list[str]:
         return []
     text = card.read_text(encoding="utf-8", errors="replace")
     front = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
-    # A name, or a list of them: in brackets, or one per line.
+    plain = re.sub(r"(?m)\s#.*$", "", front[1]) if front else ""
+    # A list of names in brackets, a name, or a list with a name per line.
     entry = re.search(
-        r"^base_model:[ \t]*(\S[^\n]*|(?:\n[ \t]*-[ \t]+[^\n]+)+)", front[1] if front else "", re.M
+        r"(?m)^base_model:[ \t]*(\[[^\]]*\]|\S[^\n]*|(?:\n[ \t]*-[ \t]+[^\n]+)+)", plain
     )
     return re.findall(r"[\w.-]+/[\w.-]+", entry[1]) if entry else []

@@ -46,7 +46,7 @@ def check_target_class(target: str, architectures: Any) -> None:
     """
     if not isinstance(architectures, list) or not architectures:
         return
-    if str(architectures[0]) not in TARGETS:
+    if not any(str(name) in TARGETS for name in architectures):
         raise unserved_class(target, architectures)
 
 

@@ -155,10 +155,10 @@ def _memory(
         **split_kv(memory, target_kv, draft_groups(judged, options, draft_kv, requests)),
         "target_tokens_without_draft": alone // target_kv,
     }
-    for which, of in {"": pool, "_unbounded": pool, "_without_draft": plain}.items():
-        reserved = 1 if which == "_without_draft" else 2 * options.verify_block
-        running, tokens = of.requests if of else requests, facts[f"target_tokens{which}"]
-        facts[f"requests_at_context{which}"] = serving.context and at_a_time(
+    for suffix, states in {"": pool, "_unbounded": pool, "_without_draft": plain}.items():
+        reserved = 1 if suffix == "_without_draft" else 2 * options.verify_block
+        running, tokens = states.requests if states else requests, facts[f"target_tokens{suffix}"]
+        facts[f"requests_at_context{suffix}"] = serving.context and at_a_time(
             tokens, running, serving.context, reserved
         )
     return {**facts, "memory_bytes": _divided(facts, pool and pool.total_bytes, serving)}
@@ -291,7 +291,7 @@ def _step_bytes(
         tagged=False,
         attention=CAPABILITIES[attention],
         processors=_PROCESSORS,
-        recorded=requests,
+        recorded=requests if CAPABILITIES[attention].capturable else 0,
         waiting_steps=PLAIN_STEPS if narrow.widths else 0,
         narrow=narrow,
     )

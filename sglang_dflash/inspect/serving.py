@@ -11,6 +11,7 @@ from sglang_dflash.facts.sizes import KV_DTYPES
 
 # Far above any device, and below what makes the arithmetic overflow.
 _MOST_GIB, _MOST_REQUESTS, _MOST_TOKENS = 2**40, 2**20, 2**31 - 1
+_WIDTHS = ("adaptive", "fixed")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Serving:
         "fixed",
         "how many tokens of a block the target verifies, as --speculative-dflash-width of a server "
         "(default: {default})",
-        choices=("adaptive", "fixed"),
+        choices=_WIDTHS,
     )
     attention: str | None = setting(
         None, f"draft attention, one of {', '.join(CAPABILITIES)} (default: the first that can)"
@@ -66,7 +67,6 @@ class Serving:
         gib = f"a number of GiB above 0 and up to {_MOST_GIB} is required"
         tokens, of_tokens = "a positive number of tokens is required", ("context", "context_length")
         dtypes = f"choose one of {', '.join(KV_DTYPES)}"
-        widths = ("adaptive", "fixed")
         checks = (
             (
                 "max_running_requests",
@@ -84,7 +84,7 @@ class Serving:
             ("kv_memory_gib", lambda x: x is None or 0 < x <= _MOST_GIB, gib),
             ("kv_dtype", lambda name: name is None or name in KV_DTYPES, dtypes),
             ("draft_kv_dtype", lambda name: name is None or name in KV_DTYPES, dtypes),
-            ("width", lambda name: name in widths, f"choose one of {', '.join(widths)}"),
+            ("width", lambda name: name in _WIDTHS, f"choose one of {', '.join(_WIDTHS)}"),
         )
         for name, is_valid, required in checks:
             if not is_valid(getattr(self, name)):

@@ -85,8 +85,9 @@ def longest_prompt(scheduler: Any, request: Any, budget: PrefillBudget) -> int:
     elif prefills and type(budget) is PrefillBudget:
         longest = (longest - answer - IGNORE_EOS_RESERVE_TOKENS - 1) // page * page
     slides = isinstance(budget, SWAPrefillBudget) and not budget.req_ring
-    if slides and scheduler.chunked_prefill_size is None:
-        # The whole prompt is in the sliding layers' pool until it is computed.
+    if slides and scheduler.chunked_prefill_size is None and _has_no_prefixes(scheduler):
+        # The whole prompt is in the sliding layers' pool until it is computed. Of a cached prefix
+        # only the window is, so that with a prefix cache no length is too long for all requests.
         sliding = scheduler.token_to_kv_pool_allocator.size_swa - page
         longest = min(longest, sliding if by_pages else (sliding - 1) // page * page)
     return longest
@@ -101,8 +102,11 @@ def _budget(scheduler: Any) -> PrefillBudget | None:
 
 def _reserves_answer(scheduler: Any, request: Any) -> bool:
     """Whether `PrefillAdder.add_one_req_ignore_eos` judges the request."""
-    ignores = request.sampling_params.ignore_eos
-    return ignores and getattr(scheduler.tree_cache, "disable", True)
+    return request.sampling_params.ignore_eos and _has_no_prefixes(scheduler)
+
+
+def _has_no_prefixes(scheduler: Any) -> bool:
+    return getattr(scheduler.tree_cache, "disable", True)
 
 
 def _page_and_capacity(scheduler: Any) -> tuple[int, int]:

@@ -13,8 +13,8 @@ from typing import Any
 
 
 def end(*_: Any, **__: Any) -> None:
-    """After `kill_itself_when_parent_died`, and before the objects of processes that call it before
-    they load the plugins are made: end a process whose parent is gone.
+    """End this process if its parent is gone. Runs after `kill_itself_when_parent_died`; processes
+    that call that before they load plugins run it before they make their objects.
 
     Raises:
         SystemExit: it is.

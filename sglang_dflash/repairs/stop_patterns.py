@@ -96,9 +96,9 @@ def within(seconds: float, look: Callable[..., T], *args: Any, **named: Any) -> 
             signal.setitimer(signal.ITIMER_VIRTUAL, max(left, OF_A_TOKEN))
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    # The signal may come at any point: what it raises in the inner `finally` is the only one, since
-    # the timer fires once, and in the outer one it raises nothing. A context manager would have
-    # points outside of both.
+    # The signal may come between any two lines, and a context manager would have lines outside of
+    # both blocks. The timer fires once: if `stop` raises in the inner `finally`, nothing follows;
+    # in the outer one `looking` is False, and it does not raise.
     try:
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, seconds)

@@ -42,12 +42,21 @@ def test_another_model_has_none_and_the_message_lists_those_that_have(target: st
     [
         "---\nbase_model: Qwen/Qwen3.8-27B\n---\nA fine-tune.",
         "---\nlicense: mit\nbase_model:\n- someone/unknown\n- Qwen/Qwen3.8-27B-FP8\n---",
+        "---\nbase_model: [\n  'Qwen/Qwen3.8-27B' # not Qwen/Qwen3.6-27B\n]\ntags: [a/b]\n---",
     ],
 )
 def test_a_fine_tune_has_that_of_its_base(card: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "README.md").write_text(card)
     assert published_draft(str(tmp_path)) == DRAFT
+
+
+def test_its_own_name_comes_before_its_base(tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen3.8-27B-FP8"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "README.md").write_text("---\nbase_model: Qwen/Qwen3.6-27B\n---")
+    assert published_draft(str(folder)) == DRAFT
 
 
 def test_a_config_may_name_the_base(tmp_path: Path) -> None:

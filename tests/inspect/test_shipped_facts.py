@@ -174,4 +174,4 @@ def test_without_a_draft_it_is_the_published_one(capsys: pytest.CaptureFixture[s
     name, draft = "qwen/qwen3.5-4b", published_pairs()["Qwen/Qwen3.5-4B"][0]
     assert inspected(capsys, name) == inspected(capsys, name, draft)
     error = refusal(capsys, str(demo_pair("dense").target))
-    assert error.startswith("sglang-dflash: DRAFT: None; give a folder or a hub name")
+    assert error.startswith("sglang-dflash: DRAFT: give a folder or a hub name")

@@ -57,7 +57,7 @@ def plan_of(pair: Pair, options: ResolvedOptions, policy: WidthPolicy, name: str
         torch.set_default_dtype(before)
     return Plan(
         model, options, policy, ATTENTION[name], ranks, CUDA, torch.bfloat16, REQUESTS,
-        recorder=OpRecorder,
+        recorder=OpRecorder if ATTENTION[name].capabilities.capturable else None,
     )  # fmt: skip
 
 

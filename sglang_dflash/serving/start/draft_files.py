@@ -15,7 +15,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from transformers import AutoConfig
 
-from sglang_dflash.facts.draft_keys import check_code, flat
+from sglang_dflash.facts.draft_keys import auto_maps, check_code, flat
 from sglang_dflash.facts.errors import ConfigError, cut, shown
 from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.hub import cached_config, checkpoint
@@ -74,14 +74,14 @@ def refuse_code(folder: str) -> None:
 
     SGLang and Transformers run the model that `auto_map` of a config.json names if SGLang has no
     class for it. Published drafts name an `AutoModel`, which SGLang ignores because it has a class
-    of its own. (It does not with --model-impl transformers, which DFLASH does not work with.)
+    of its own. (With --model-impl transformers it would follow it; DFLASH refuses that flag.)
     """
     path = Path(folder) / "config.json"
     if not path.is_file():  # `DraftConfig` has the message, or SGLang's worker has another format.
         return
     raw = read_json_object(path, "draft checkpoint")
     check_code(raw)
-    auto_map, names = _auto_map(raw), raw.get("architectures")
+    auto_map, names = next(auto_maps(raw), {}), raw.get("architectures")
     if not auto_map or _has_class(names):
         return
     raise ConfigError(
@@ -90,16 +90,6 @@ def refuse_code(folder: str) -> None:
         f"SGLang has no class for {shown(names)} and would run it; code of a draft is never run: "
         f"remove the entry from {cut(str(path))!r}",
     )
-
-
-def _auto_map(raw: Any) -> Mapping[str, Any]:
-    """The first that has an entry, at any depth: SGLang lifts the fields of a nested config."""
-    if not isinstance(raw, Mapping):
-        return {}
-    own = raw.get("auto_map")
-    if isinstance(own, Mapping) and own:
-        return own
-    return next(filter(None, map(_auto_map, raw.values())), {})
 
 
 def _has_class(architectures: Any) -> bool:

@@ -123,7 +123,7 @@ class DraftWeights:
         """
         success, message = self._on_every_rank(first)
         if success and not self._have_the_same(tensors):
-            return False, _unchanged(_DIFFERENT)
+            return False, f"{_DIFFERENT}. The draft's weights are unchanged, the target's are not"
         if success and tensors:
             self.replace(tensors)
             message = f"Succeeded to update the draft, {len(tensors)} tensors. {message}".rstrip()
@@ -170,7 +170,7 @@ class DraftWeights:
         return found
 
     def replace(self, tensors: dict[str, Tensor]) -> None:
-        """By `checked` tensors."""
+        """Replace the weights by `checked` tensors."""
         # Steps run on another stream.
         device = torch.get_device_module(self._model.device)
         device.synchronize()
@@ -208,10 +208,18 @@ class TargetAndDraft:
         if load_format not in (None, BUCKET):
             # Of SGLang's runner, or an operator's own.
             return load_target(named_tensors)
+        # A rank has tensors of its own.
+        if not any(self._draft.gathered(_has_marked(named_tensors))):
+            return load_target(named_tensors)
         return self._load(named_tensors, load_target)
 
     def load_weights_from_distributed(self, named_tensors: Named) -> Result:
-        return self._load(list(named_tensors), self._target.load_weights_from_distributed)
+        named = list(named_tensors)
+        load_target = self._target.load_weights_from_distributed
+        # Of a request's names, which all ranks have: one whose receive has failed is not here.
+        if not _has_marked(named):
+            return load_target(named)
+        return self._load(named, load_target)
 
     def update_weights_from_disk(self, folder: str, *args: Any, **named: Any) -> Result:
         # A node may lack the folder.
@@ -236,8 +244,6 @@ class TargetAndDraft:
             ours, theirs = split(named)
             return ours
 
-        if not any(self._draft.gathered(_has_marked(named))):
-            return load_target(named)
         return self._draft.load(read, lambda: load_target(theirs) if theirs else (True, ""))
 
     @contextmanager
@@ -249,7 +255,8 @@ class TargetAndDraft:
 
         def load(named: Named) -> None:
             ours, theirs = split(list(named))
-            tensors.update((name, one.clone()) for name, one in self._draft.checked(ours).items())
+            checked = self._draft.checked(ours)
+            tensors.update((name, tensor.clone()) for name, tensor in checked.items())
             if theirs:
                 load_target(theirs)
 
@@ -264,8 +271,8 @@ def split(named: Any) -> tuple[list[tuple[str, Any]], Any]:
     """The draft's tensors, without `MARK`, and the others as they came; empty if there are none."""
     if isinstance(named, dict):
         bucket = named["metadata"]
-        ours = [one for one in bucket if one.name.startswith(MARK)]
-        theirs = [one for one in bucket if not one.name.startswith(MARK)]
+        ours = [entry for entry in bucket if entry.name.startswith(MARK)]
+        theirs = [entry for entry in bucket if not entry.name.startswith(MARK)]
         found = unpacked({**named, "metadata": ours}) if ours else []
         others: Any = {**named, "metadata": theirs} if theirs else {}
     else:
@@ -279,7 +286,7 @@ def _has_marked(named: Any) -> bool:
     judges if no rank has any."""
     try:
         names = (
-            [one.name for one in named["metadata"]]
+            [entry.name for entry in named["metadata"]]
             if isinstance(named, dict)
             else [name for name, _ in named]
         )

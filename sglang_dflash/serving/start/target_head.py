@@ -43,8 +43,9 @@ def unserved_target(model: Any) -> str | None:
 
 
 def _product(lm_head: Any, hidden: Tensor) -> Tensor:
-    """The logits `[N, V / ranks]` of hidden states `[N, E]`, padding included, as SGLang's
-    `LogitsProcessor._compute_lm_head` computes them; by our CPU platform from packed weights."""
+    """The logits `[N, V / ranks]` of hidden states `[N, E]`, padding included: of a quantized
+    lm_head by its method, as SGLang's `LogitsProcessor._compute_lm_head` computes them; else in the
+    weight's dtype, whatever the logits of the target are computed in."""
     packed = packed_of(lm_head)  # Packed anew if the target gets new weights.
     if packed is not None:
         return packed(hidden)
