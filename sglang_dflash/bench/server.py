@@ -151,6 +151,11 @@ def demo_config(pair: DemoPair, *, dflash: bool, accelerator: bool = False) -> S
     return ServerConfig(flags | dflash_flags(str(pair.draft)) if dflash else flags)
 
 
+# What a server says if another one listens on its port: uvicorn, which then waits for ever, and
+# our own check.
+_PORT_TAKEN = ("error while attempting to bind on address", "another program listens there")
+
+
 def free_port() -> int:
     """A free port below the range for outgoing connections.
 
@@ -177,9 +182,12 @@ class ServerProcess:
 
     def __init__(self, config: Program, timeout_s: float = 300, log: Path | None = None) -> None:
         self.config, self.timeout_s = config, timeout_s
+        self._choose_port()
+        self.log = log or Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
+
+    def _choose_port(self) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log or Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
 
     def __enter__(self) -> Self:
         self.start()
@@ -207,9 +215,16 @@ class ServerProcess:
         )
 
     def wait(self) -> None:
-        """Raise Failed unless the server answers within `timeout_s`."""
+        """Raise Failed unless the server answers within `timeout_s`. If another program has taken
+        the port meanwhile, the server is started again on another one."""
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:
+            log = self.log.read_text(errors="replace")
+            if any(words in log for words in _PORT_TAKEN):
+                self.stop()
+                self.log.write_text("")
+                self._choose_port()
+                self.start()
             if self.process.poll() is not None:
                 self._fail(f"ended with status {self.process.returncode}")
             if self.config.serves(self.url, self.log):

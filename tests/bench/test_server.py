@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -28,6 +30,36 @@ def test_an_interrupted_start_leaves_nothing_behind() -> None:
     with pytest.raises(KeyboardInterrupt), server:
         pass
     assert server.process.poll() is not None
+
+
+class Unlucky(Server):
+    """Another program takes its first port before it listens. It does not end, as SGLang does not
+    by uvicorn's message."""
+
+    ports: tuple[int, ...] = ()
+
+    def start(self) -> None:
+        self.ports += (self.port,)
+        said = "serving" if len(self.ports) > 1 else BIND
+        self.process = subprocess.Popen(
+            ["sh", "-c", f"echo {shlex.quote(said)}; exec sleep 60"],
+            stdout=self.log.open("w"),
+            start_new_session=True,
+        )
+
+
+class Serving(ServerConfig):
+    def serves(self, url: str, log: Path) -> bool:
+        return "serving" in log.read_text()
+
+
+BIND = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 22268): in use"
+
+
+def test_a_server_whose_port_was_taken_gets_another() -> None:
+    with Unlucky(Serving(), timeout_s=30) as server:
+        assert len(server.ports) == len(set(server.ports)) == 2
+        assert server.url.endswith(str(server.ports[1]))
 
 
 SIGTERM = """
