@@ -128,12 +128,13 @@ def test_a_decode_step_waits_for_its_results_only(config: ServerConfig, server: 
     assert len(set(after["held"][-steps + 2 : -2])) == 1, after["held"]
 
 
-def held(server: Server) -> int:
-    """Bytes of its GPU at rest: the tensors of the last step stay until there is another one."""
+def held(server: Server) -> Counter[str]:
+    """Bytes of its GPU at rest, as sizes of storages: the tensors of the last step stay until there
+    is another one."""
     client.at_rest(server)
     client.ask(server, asks.PROMPTS["demo"][0], max_new_tokens=8)
     client.at_rest(server)
-    return report(server)["bytes"]
+    return Counter(report(server)["storages"])
 
 
 @pytest.mark.parametrize(

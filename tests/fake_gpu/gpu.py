@@ -48,6 +48,10 @@ class Storages:
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.live
 
+    def by_size(self) -> dict[str, int]:
+        """Bytes of a storage -> how many there are."""
+        return dict(Counter(str(size) for _, size in self.live.values()))
+
     def _release(self, address: int) -> None:
         self.bytes -= self.live.pop(address)[1]
 
@@ -119,6 +123,7 @@ class Gpu:
         return {
             "total": self.total,
             "bytes": self.memory.bytes,
+            "storages": self.memory.by_size(),
             "peak": self.memory.peak,
             "waits": dict(self.waits),
             "uploads": dict(self.uploads),
