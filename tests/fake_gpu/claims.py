@@ -144,6 +144,14 @@ def a_graph_replays_on_the_memory_of_its_capture() -> None:
     assert y.tolist() == [7, 12, 14]
 
 
+def tensors_are_made_on_the_current_device() -> None:
+    with torch.cuda.device(1):
+        weight = torch.nn.Linear(1, 1).cuda().weight
+        made = on_gpu(1), torch.ones(1).cuda(), torch.ones(1).to("cuda"), weight
+    assert [x.device.index for x in made] == [1, 1, 1, 1]
+    assert on_gpu(1).device.index == 0
+
+
 def a_capture_refuses_waits() -> None:
     x = on_gpu(1, 2)
 
@@ -172,6 +180,7 @@ CLAIMS = (
     uploads_of_pageable_memory_are_counted,
     memory_is_that_of_live_storages,
     a_graph_replays_on_the_memory_of_its_capture,
+    tensors_are_made_on_the_current_device,
     a_capture_refuses_waits,
     threads_have_it_too,
 )

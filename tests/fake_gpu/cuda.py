@@ -203,6 +203,7 @@ def replace_tensor_methods() -> None:
     # There is no driver to pin memory.
     tensor.pin_memory = pin_memory
     tensor.is_pinned = lambda self, *_: not isinstance(self, CudaTensor) and self in GPU.pinned
+    tensor.cuda = to_current_device
     make, same = torch.tensor, torch._has_compatible_shallow_copy_type
 
     def new_tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -214,6 +215,13 @@ def replace_tensor_methods() -> None:
 
     torch.tensor = new_tensor
     torch._has_compatible_shallow_copy_type = compatible
+
+
+def to_current_device(
+    self: Tensor, device: Any = None, non_blocking: bool = False, **_: Any
+) -> Tensor:
+    """`Tensor.cuda`, which asks the driver for the current device."""
+    return self.to(torch.device("cuda", index_of(device)), non_blocking=non_blocking)
 
 
 def pin_memory(host: Tensor, *_: Any) -> Tensor:
