@@ -47,10 +47,11 @@ class OnDevice(contextlib.ContextDecorator):
         self.idx = self.prev_idx = index_of(device)
 
     def __enter__(self) -> None:
-        self.prev_idx, GPU.index = GPU.index, self.idx
+        self.prev_idx = GPU.index
+        set_device(self.idx)
 
     def __exit__(self, *error: Any) -> None:
-        GPU.index = self.prev_idx
+        set_device(self.prev_idx)
 
 
 def index_of(device: Any) -> int:
@@ -64,7 +65,9 @@ def index_of(device: Any) -> int:
 
 
 def set_device(device: Any) -> None:
+    """For torch's own code, too, which asks a guard that needs no driver."""
     GPU.index = index_of(device)
+    torch._C._accelerator_setDeviceIndex(GPU.index)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -203,7 +206,6 @@ def replace_tensor_methods() -> None:
     # There is no driver to pin memory.
     tensor.pin_memory = pin_memory
     tensor.is_pinned = lambda self, *_: not isinstance(self, CudaTensor) and self in GPU.pinned
-    tensor.cuda = to_current_device
     make, same = torch.tensor, torch._has_compatible_shallow_copy_type
 
     def new_tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -215,13 +217,6 @@ def replace_tensor_methods() -> None:
 
     torch.tensor = new_tensor
     torch._has_compatible_shallow_copy_type = compatible
-
-
-def to_current_device(
-    self: Tensor, device: Any = None, non_blocking: bool = False, **_: Any
-) -> Tensor:
-    """`Tensor.cuda`, which asks the driver for the current device."""
-    return self.to(torch.device("cuda", index_of(device)), non_blocking=non_blocking)
 
 
 def pin_memory(host: Tensor, *_: Any) -> Tensor:
