@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.platform_cpu import seams as platform_cpu
+from tests.fake_gpu.gloo import GlooCommunicator
 from tests.fake_gpu.gpu import GPU
 from tests.fake_gpu.kernels import attention, elementwise, sampling, twins
 from tests.fake_gpu.launches import function, kernel
@@ -201,6 +202,10 @@ def internal_state(module: Any) -> None:
     owner._add_memory_usage = add_memory_usage
 
 
+def pynccl(module: Any) -> None:
+    module.PyNcclCommunicator = GlooCommunicator
+
+
 ATTENTION = "sglang.kernels.ops.attention"
 HOOKS: dict[str, Hook] = {
     "sglang.kernels.jit.utils.compile.loader": jit_loader,
@@ -212,6 +217,7 @@ HOOKS: dict[str, Hook] = {
     "dflash_kernels.gated_delta_fold": replay_fold,
     "dflash_kernels.draft_ops": draft_ops,
     "dflash_kernels.draft_attention": draft_attention,
+    "sglang.srt.distributed.device_communicators.pynccl": pynccl,
     "sglang.srt.managers.scheduler_components.internal_state": internal_state,
 }
 

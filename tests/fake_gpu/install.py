@@ -13,8 +13,6 @@ ENVIRONMENT = {
     # Of its attention there is no torch code.
     "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
-    # Ranks talk over gloo.
-    "SGLANG_NCCL_SO_PATH": "none",
     "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
 }
 
