@@ -17,7 +17,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.platform_cpu import seams as platform_cpu
 from tests.fake_gpu.gloo import GlooCommunicator
 from tests.fake_gpu.gpu import GPU
@@ -148,7 +147,7 @@ def draft_attention(module: Any) -> None:
 
 
 def replay_fold(module: Any) -> None:
-    choose_twins(module, {"fold_": replay.fold_})
+    choose_twins(module, twins.OF_REPLAY)
 
 
 def choose_twins(module: Any, named: dict[str, Callable[..., Any]]) -> None:

@@ -17,6 +17,7 @@ from sglang_dflash.drafting import ops
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.noise import PLAIN, BlockNoise
+from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.rope import Rotary
 from tests.fake_gpu.launches import kernel
 
@@ -114,6 +115,14 @@ def block_attention(
     out.copy_(attention.attend(0, q, k, v))
 
 
+def fold_(layers: dict[str, Any], states: Tensor, kept: Any, moves: Any) -> None:
+    replay.fold_(replay.RecurrentLayers(**layers), states, kept, moves)
+
+
+def launch_fold(layers: Any, states: Tensor, kept: Any, moves: Any) -> None:
+    kernel(fold_)(vars(layers), states, kept, moves)
+
+
 def with_frequencies(run: Callable[..., None], at: int) -> Callable[..., None]:
     """Launch with the rotary's frequencies and factor in its place, argument number `at`."""
     launch = kernel(run)
@@ -126,7 +135,7 @@ def with_frequencies(run: Callable[..., None], at: int) -> Callable[..., None]:
     return launch_with
 
 
-# Of dflash_kernels.draft_ops and dflash_kernels.draft_attention.
+# Of dflash_kernels.draft_ops, .draft_attention and .gated_delta_fold.
 OF_OPS: dict[str, Callable[..., None]] = {
     "add_rms_norm": kernel(add_rms_norm),
     "qk_norm_rope": with_frequencies(qk_norm_rope, 4),
@@ -135,3 +144,4 @@ OF_OPS: dict[str, Callable[..., None]] = {
     "largest": kernel(largest),
 }
 OF_ATTENTION: dict[str, Callable[..., None]] = {"block_attention": kernel(block_attention)}
+OF_REPLAY: dict[str, Callable[..., None]] = {"fold_": launch_fold}
