@@ -113,6 +113,7 @@ def uploads_of_pageable_memory_are_counted() -> None:
     before = GPU.uploads.total()
     torch.ones(2).pin_memory().to("cuda", non_blocking=True)
     torch.ones(2, pin_memory=True)[:1].to("cuda", non_blocking=True)
+    torch.empty(0).to("cuda", non_blocking=True)
     assert GPU.uploads.total() == before
     torch.ones(2).to("cuda", non_blocking=True)
     assert GPU.uploads.total() == before + 1

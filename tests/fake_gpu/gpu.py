@@ -108,6 +108,8 @@ class Gpu:
 
     def upload(self, host: Tensor, non_blocking: bool) -> None:
         """Copy a host tensor to the GPU: the host waits unless it is pinned and asked not to."""
+        if not host.numel():
+            return
         if not non_blocking:
             self.wait("blocking upload")
         elif host.ndim and host not in self.pinned:
