@@ -51,7 +51,8 @@ MIXED = {
 def test_the_smallest_server_passes_its_own_checks(
     backend: str, requests: int, ring: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_kernels.draft_attention._processors", lambda _: 132)
+    for module in ("dflash_kernels.draft_attention", "sglang_dflash.serving.start.plan"):
+        monkeypatch.setattr(f"{module}.processors_of", lambda _: 132)
     device, dtype = torch.device(DEVICE), torch.float32
     model = random_model(DraftConfig.from_dict(raw_config(**MIXED)), device, dtype)
     model.ops = TritonOps() if backend == "triton" else TorchOps()
