@@ -115,7 +115,7 @@ def test_answers_are_plain_decodings(
 )
 def test_a_decode_step_waits_for_its_results_only(config: ServerConfig, server: Server) -> None:
     """One wait per step, where the loop reads what the step has computed; host memory that is
-    copied to the GPU is pinned; and a step leaves as many bytes as the one before."""
+    copied to the GPU is pinned; and steps leave no more bytes than those before."""
     before = report(server)
     answer = client.ask(server, asks.PROMPTS["short"][7], max_new_tokens=64)
     after = report(server)
@@ -125,7 +125,9 @@ def test_a_decode_step_waits_for_its_results_only(config: ServerConfig, server: 
     steps = answer["meta_info"]["spec_verify_ct"]
     assert waits[f"{LOOP}prefill"] == 1 and 0 <= waits[f"{LOOP}decode"] - steps <= 1
     assert after["uploads"] == {}
-    assert len(set(after["held"][-steps + 2 : -2])) == 1, after["held"]
+    # A step of another width has tensors of other sizes.
+    steady = after["held"][-steps + 2 : -2]
+    assert max(steady[len(steady) // 2 :]) <= max(steady[: len(steady) // 2]), steady
 
 
 def held(server: Server) -> int:
