@@ -119,7 +119,7 @@ def servers_of(settings: BenchSettings, accelerator: bool) -> dict[str, ServerCo
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one server is asked, and what it tells."""
+    """Ask one server, and read its report."""
 
     name: str
     options: Options
@@ -168,7 +168,7 @@ class Measurement:
 
 
 def told(to: load.SGLang) -> dict[str, Any]:
-    """What a server tells of itself. `sessions`: requests of `SESSION_TOKENS` that its K/V holds,
+    """A server's report of itself. `sessions`: requests of `SESSION_TOKENS` that its K/V holds,
     as far as it runs so many. Raises Failed if it does not answer."""
     info = to.info()
     tokens = info.target_kv_tokens or 0

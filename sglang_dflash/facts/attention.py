@@ -78,7 +78,7 @@ def split_bytes(load: AttentionLoad) -> int:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can serve, and what it takes. None: no limit.
+    """The drafts that a backend can serve, and its needs. None: no limit.
 
     Attributes:
         devices: torch device types.

@@ -85,8 +85,9 @@ class NarrowForwards(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftServer:
-    """What the memory of draft steps follows from, beside the draft's config. Nothing has a
-    default: who adds a field has to say what it is for a server and for `inspect`.
+    """The settings that the memory of draft steps follows from, beside the draft's config.
+
+    Nothing has a default: who adds a field has to say what it is for a server and for `inspect`.
 
     Attributes:
         draft_block: B, tokens of the block that the draft fills.
@@ -125,7 +126,7 @@ class DraftServer:
 
 
 def draft_memory(config: DraftConfig, server: DraftServer) -> DraftMemory:
-    """What a rank's largest draft steps take, and all that is kept for them.
+    """The memory of a rank's largest draft steps, and all that is kept for them.
 
     Args:
         config: of the whole draft.
@@ -177,8 +178,8 @@ def _table_cell(paged: bool, holes: bool) -> int:
 
 
 def _candidate_bytes(config: DraftConfig) -> int:
-    """Of a drafted position: keys, values and ids of its candidates, and the projected hidden
-    state, in float32."""
+    """Bytes of a drafted position: keys, values and ids of its candidates, and the projected
+    hidden state, in float32."""
     selector = config.selector
     return 0 if selector is None else selector.top_k * (8 + 4 + 8) + 4 * selector.rank
 
@@ -199,7 +200,7 @@ def _activations(config: DraftConfig) -> int:
 def narrow_width_bytes(
     narrow: NarrowForwards, *, requests: int, positions: int, hidden_bytes: int
 ) -> int:
-    """What the target's forwards of verify widths below the block size keep, at most.
+    """Bytes that the target's forwards of verify widths below the block size keep, at most.
 
     Args:
         requests: R, --max-running-requests.

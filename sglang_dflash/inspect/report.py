@@ -255,7 +255,7 @@ def _kv_memory(serving: Serving, target: int | None, draft: int | None, steps: i
 def _step_bytes(
     judged: Judged, part: TargetGeometry, options: ResolvedOptions, serving: Serving, draft_kv: int
 ) -> int | None:
-    """What our worker reserves for draft steps; None if another worker serves.
+    """Bytes that our worker reserves for draft steps; None if another worker serves.
 
     Args:
         part: a rank's of the target.

@@ -94,7 +94,7 @@ def longest_prompt(scheduler: Any, request: Any, budget: PrefillBudget) -> int:
 
 
 def _budget(scheduler: Any) -> PrefillBudget | None:
-    """What is free in the pools; None if these share bytes, or part of them is host memory."""
+    """The free tokens of the pools; None if these share bytes, or part of them is host memory."""
     budget = scheduler.token_to_kv_pool_allocator.create_prefill_budget(scheduler.tree_cache)
     known = type(budget) in (PrefillBudget, SWAPrefillBudget) and not scheduler.enable_hisparse
     return budget if known else None

@@ -27,7 +27,8 @@ SEAMS = rows(
     (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager._wait_for_model_update_from_disk",
      "draft_updates:keep_served_model",
      "After new weights for the draft, the served model has the name and folder of the draft.",
-     "tests/serving/test_draft_updates.py::test_the_draft_becomes_the_served_model_without_the_row"),
+     "tests/serving/test_draft_updates.py::"
+     "test_the_draft_becomes_the_served_model_without_the_row"),
     (Kind.AROUND, "speculative.spec_info.SpeculativeAlgorithm.create_worker",
      "start.choose_worker:create_worker",
      "SGLang's own DFLASH worker would serve.",

@@ -219,7 +219,7 @@ def test_a_row_of_hidden_states_per_token_kept(mode: Any) -> None:
 
 @pytest.mark.parametrize("fails_at", range(1, 6))
 def test_a_request_is_whole_after_a_failure_between_its_tokens(fails_at: int) -> None:
-    """A failed step is contained, and the request goes on with what the step has left."""
+    """After a contained failure the request has its grammar, and every token of the step."""
     request, calls = request_with(), itertools.count(1)
     request.grammar = Ended()
     request.output_ids.extend(BEFORE + BLOCK[:5])

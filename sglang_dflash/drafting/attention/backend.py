@@ -94,7 +94,7 @@ def processors_of(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Backend:
-    """What a backend can serve and takes, and how to make one for a draft."""
+    """The capabilities of a backend, and how to make one for a draft."""
 
     capabilities: Capabilities
     make: Callable[[DraftConfig, Setting], DraftAttention]

@@ -89,8 +89,8 @@ def plan_memory(plan: Plan, model_config: Any) -> MemoryPlan:
 
 
 def _narrow_forwards(plan: Plan, model_config: Any) -> NarrowForwards:
-    """What `TargetForwardByWidth` will make. SGLang sizes its KV pools before, and knows only the
-    block's width."""
+    """The narrow forwards that `TargetForwardByWidth` will make. SGLang sizes its KV pools before,
+    and knows only the block's width."""
     widths = plan.policy.widths[:-1]
     if not widths or plan.device.type == "cpu":
         return NarrowForwards(widths)

@@ -97,7 +97,7 @@ class Plan:
         return GroupKV(token_bytes, None if self.disaggregated else ring)
 
     def server(self, positions: int, recorded: int, narrow: NarrowForwards) -> DraftServer:
-        """What sizes draft steps.
+        """The settings that size draft steps.
 
         Args:
             positions: of a row of the request-to-token table.

@@ -1,4 +1,4 @@
-"""What the drafter borrows of the loaded target: its embedding and its lm_head."""
+"""The embedding and the lm_head that the drafter borrows of the loaded target."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def target_head(model: Any) -> TargetHead:
 
 
 def unserved_target(model: Any) -> str | None:
-    """Why the drafter cannot borrow from the loaded target, or None."""
+    """The reason why the drafter cannot borrow from the loaded target, or None."""
     lm_head = unwrap_lora_layer(getattr(model, "lm_head", None))
     if not hasattr(lm_head, "shard_indices"):
         name = "missing" if lm_head is None else type(lm_head).__name__
