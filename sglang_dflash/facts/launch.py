@@ -43,8 +43,16 @@ def flags_of(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 def listens(argv: Sequence[str]) -> bool:
     """Whether it is the command of `python -m sglang.launch_server` or `sglang serve`."""
-    name = Path(argv[0]).name
-    return name == "launch_server.py" or (name == "sglang" and list(argv[1:2]) == ["serve"])
+    return Path(argv[0]).name == "launch_server.py" or _is_serve(argv)
+
+
+def asks_for_help_of_serve(argv: Sequence[str]) -> bool:
+    """Whether it is `sglang serve` with --help, which SGLang answers without its plugins."""
+    return _is_serve(argv) and not {"-h", "--help"}.isdisjoint(argv)
+
+
+def _is_serve(argv: Sequence[str]) -> bool:
+    return Path(argv[0]).name == "sglang" and list(argv[1:2]) == ["serve"]
 
 
 def refuse_early(argv: Sequence[str]) -> None:

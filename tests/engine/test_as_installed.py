@@ -18,6 +18,7 @@ import pytest
 from sglang_dflash.bench.server import Server
 from sglang_dflash.drafting.packed import has_amx, packs_float16
 from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.serving.start.flags import TYPED
 from tests.commands import commands, snippets
 from tests.engine import workload
 from tests.engine.client import counts
@@ -83,3 +84,13 @@ def test_the_readmes_clients_get_an_answer(server: Any) -> None:
     # What a newcomer sees first is text that the pair knows.
     length = (counts(server) - before).acceptance_length
     assert length is not None and length > 4
+
+
+@pytest.mark.parametrize(("plugins", "shown"), [("", True), ("none", False)])
+def test_the_help_of_sglang_serve_has_our_flags(plugins: str, shown: bool) -> None:
+    command = [Path(sys.executable).with_name("sglang"), "serve", "--help"]
+    env = {**os.environ, "SGLANG_PLUGINS": plugins}
+    told = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    assert "--speculative-draft-model-path" in told
+    ours = {flag for flag in TYPED.values() if flag.startswith("--speculative-dflash-")}
+    assert {flag for flag in ours if flag in told} == (ours if shown else set())

@@ -3,6 +3,7 @@ tests/engine/test_cpu_plugin.py.)"""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +61,28 @@ def test_it_does_not_activate_for_another_sglang(
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.0.1")
     assert activate() is None
     assert "sglang==0.0.1" in caplog.text and "plain-CPU platform is disabled" in caplog.text
+
+
+HELP, OTHERS = (
+    [["/bin/sglang", "serve", "--help"], ["sglang", "serve", "--model-path", "X", "-h"]],
+    [["launch_server.py", "--help"], ["sglang", "serve", "X"], ["sglang", "generate", "-h"]],
+)
+
+
+@pytest.mark.parametrize("argv", HELP + OTHERS, ids=" ".join)
+def test_the_help_of_serve_ends_with_our_flags(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU, too. (The command: tests/engine/test_as_installed.py.)"""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert activate() is None and len(at_exit) == (argv in HELP)
+    for show, plugins in [(show, plugins) for show in at_exit for plugins in ("", "dflash_cpu")]:
+        monkeypatch.setenv("SGLANG_PLUGINS", plugins)
+        show()
+        assert ("--speculative-dflash-width" in capsys.readouterr().out) == (plugins == "")
 
 
 def test_sglangs_kv_canary_watches_our_pool(monkeypatch: pytest.MonkeyPatch) -> None:

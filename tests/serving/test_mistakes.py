@@ -18,7 +18,7 @@ from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 
 PAIR = demo_pair("dense")
-DRAFT = "--speculative-draft-model-path"
+DRAFT, ALGORITHM = "--speculative-draft-model-path", "--speculative-algorithm"
 
 
 def server(target: Path = PAIR.target, draft: Path | None = PAIR.draft, *more: str) -> list[str]:
@@ -63,6 +63,15 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "wrong dtype": (
         server(PAIR.target, PAIR.draft, "--dtype", "float31"),
         ["--dtype: 'float31'; did you mean float32?"],
+    ),
+    "algorithm with a typo": (
+        [*server(), ALGORITHM, "dflahs"], [f"{ALGORITHM}: 'DFLAHS'; did you mean DFLASH?"],
+    ),
+    "algorithm of the draft's version": (
+        [*server(), ALGORITHM, "DFlash2"], [f"{ALGORITHM}: 'DFLASH2'; did you mean DFLASH?"],
+    ),
+    "algorithm that there is none of": (
+        [*server(), ALGORITHM, "MAGIC"], [f"{ALGORITHM}: 'MAGIC'; choose one of DFLASH, ", "NGRAM"],
     ),
     "port in use": (
         server(PAIR.target, PAIR.draft, "--port", "PORT"),
@@ -149,3 +158,14 @@ def test_another_command_line_with_that_port_is_not_refused(resolve: Callable[..
     """SGLang's benchmarks take a server's flags, and listen nowhere."""
     with listening() as port:
         resolve([*server(), "--port", port])
+
+
+def test_the_algorithm_of_another_plugin_is_not_refused(
+    resolve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.speculative import spec_registry
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    monkeypatch.setattr(spec_registry, "_REGISTRY", dict(spec_registry._REGISTRY))
+    SpeculativeAlgorithm.register("DFLASH_TREE", supports_overlap=True)(lambda _: object)
+    resolve([*server(), ALGORITHM, "dflash_tree"])

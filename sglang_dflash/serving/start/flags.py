@@ -33,9 +33,10 @@ ALIASES = {
     "speculative_dflash_draft_window_size": "speculative_draft_window_size",
     "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
 }
-# The plugin with the repairs, by its entry point.
-GUARDS = "dflash_repairs"
+# The plugins with the repairs and with our flags, by their entry points.
+GUARDS, FLAGS = "dflash_repairs", "dflash"
 WIDTH_FLAG = "--speculative-dflash-width"
+ALGORITHM_FLAG = "--speculative-algorithm"
 
 
 @dataclass(frozen=True)
@@ -132,15 +133,51 @@ TYPED = {
 
 def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     """After `ServerArgs.add_cli_args`: our flags, another spelling of two of SGLang's, and a line
-    about a mistake in place of the usage, which has 500."""
-    group = parser.add_argument_group("sglang-dflash")
-    for row in fields(ServerFlags):
-        group.add_argument(_typed(PREFIX + row.name), default=argparse.SUPPRESS, **row.metadata)
+    about a mistake in place of the usage, which has 500, or of a traceback."""
+    _add_ours(parser)
     known = parser._option_string_actions
     for alias, name in ALIASES.items():
         action = known[_typed(alias)] = known[_typed(name)]
         action.option_strings = [*action.option_strings, _typed(alias)]
+    known[ALGORITHM_FLAG].type = _algorithm
     parser.error = functools.partial(end_in_one_line, parser)  # type: ignore[method-assign]
+
+
+def _add_ours(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sglang-dflash")
+    for row in fields(ServerFlags):
+        group.add_argument(_typed(PREFIX + row.name), default=argparse.SUPPRESS, **row.metadata)
+
+
+def print_help() -> None:
+    """Print our flags as they stand at the end of a server's help, unless SGLANG_PLUGINS leaves
+    them out."""
+    from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins_by_group
+
+    if FLAGS not in load_plugins_by_group(GENERAL_PLUGINS_GROUP):
+        return
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    _add_ours(parser)
+    print("\n--- Flags of sglang-dflash, for the language model server ---\n")
+    print(parser.format_help())
+
+
+def _algorithm(name: str) -> str:
+    """Return the name of an algorithm that SGLang or another plugin serves.
+
+    Raises:
+        ArgumentTypeError: there is none of that name. SGLang would tell in a traceback, later.
+    """
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    try:
+        SpeculativeAlgorithm.from_string(name)
+    except ValueError:
+        names = ", ".join(SpeculativeAlgorithm.__members__)
+        # As argparse words it, which `end_in_one_line` reads.
+        message = f"invalid choice: {name.upper()!r} (choose from {names})"
+        raise argparse.ArgumentTypeError(message) from None
+    return name
 
 
 def keep_flags(server_args: Any, _cls: type, namespace: argparse.Namespace) -> Any:
