@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_dflash.cli import changes
 from sglang_dflash.drafting.machine import hardware, version
 from sglang_dflash.facts.server import OURS
 from sglang_dflash.seam.seam import any_in_place, load_plugins
@@ -19,10 +20,16 @@ SGLANG_WORKER = "SGLang's built-in worker"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object")
+    add("--changes", action="store_true", help="every change to SGLang, and its reason, instead")
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.changes:
+        shown = json.dumps({"changes": changes.as_rows()}) if args.json else changes.as_text()
+        print(shown)
+        return
     found, problem = None, None
     if version("sglang") is not None:
         print("loading SGLang and its plugins ...", file=sys.stderr)

@@ -11,6 +11,7 @@ import pytest
 
 from sglang_dflash import cli
 from sglang_dflash.cli import env
+from tests.seam.test_tables import TABLES
 
 WITHOUT_SGLANG = """
 import importlib.metadata, sys
@@ -75,3 +76,22 @@ def test_a_plugin_that_is_left_out_and_a_server_that_would_end(
     assert worker == env.SGLANG_WORKER and reason.startswith("our plugin dflash is not loaded")
     monkeypatch.setattr(env, "load_plugins", lambda: (None, "cannot apply the seam x"))
     assert reported(capsys) == ("none", "a server ends at start: cannot apply the seam x")
+
+
+def test_every_change_is_listed_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLang is not loaded for it."""
+    assert cli.main(["env", "--changes", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["changes"]
+    tables = {row for table in TABLES.values() for row in table}
+    assert {(one["target"], one["kind"]) for one in listed} == {
+        (row.target, row.kind.value) for row in tables
+    }
+    assert {one["plugin"] for one in listed} == {"dflash", "dflash_repairs", "dflash_cpu"}
+    # None twice: under one plugin, and in one kind of process.
+    assert len(listed) == len(tables)
+    assert cli.main(["env", "--changes"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    words = " ".join(text.split())
+    for row in tables:
+        assert row.target in words.replace(" .", ".") and row.reason in words
