@@ -3,7 +3,7 @@
     python examples/offline_engine.py
     python examples/offline_engine.py --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16
 
-The plugin is loaded by SGLang itself. Keyword arguments are the flags of `sglang.launch_server`,
+The plugin is loaded by SGLang itself. Keyword arguments are the flags of `sglang serve`,
 ours included (docs/flags.md).
 """
 

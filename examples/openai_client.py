@@ -2,7 +2,7 @@
 
 Start a server first, for example the embedded pair's (any OpenAI-compatible server will do):
 
-    python -m sglang.launch_server --model-path launch/demo_models/dense/target \
+    sglang serve --model-path launch/demo_models/dense/target \
         --speculative-algorithm DFLASH \
         --speculative-draft-model-path launch/demo_models/dense/draft
 

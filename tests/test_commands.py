@@ -49,20 +49,20 @@ ELSEWHERE = {
     "pip wheel": "minutes, and needs the network",
     "pip install --no-index": "of what `pip wheel` has made",
     "pip download": "the beginning of a maintainer's command, and needs the network",
-    "sglang serve": "SGLang's own name of launch_server; its arguments are tested as such",
 }
 
 
 def parsed_by_sglang(command: Printed) -> None:
     """The arguments of a launch command; without arguments it is a mention."""
-    if len(command.words) == 3 or "..." in command.words:
+    arguments = command.words[2:] if command.words[0] == "sglang" else command.words[3:]
+    if arguments in ([], ["--help"]) or "..." in arguments:
         return
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
     from sglang.srt.server_args import prepare_server_args
 
-    args = prepare_server_args(command.words[3:])
+    args = prepare_server_args(arguments)
     assert args.speculative_algorithm == "DFLASH" and args.speculative_draft_model_path
 
 
@@ -134,7 +134,7 @@ def drafts_well(command: Printed) -> None:
 
 # The first that matches.
 CHECKS: dict[str, Callable[[Printed], None]] = {
-    r"python -m sglang\.launch_server": parsed_by_sglang,
+    r"sglang serve|python -m sglang\.launch_server": parsed_by_sglang,
     r"python -m experiments ": experiment_takes_the_options,
     r"python -m benchmarks |python launch/": its_commit_is_named,
     r"python -m sglang_dflash\.benchmark": benchmark_takes_the_options,
