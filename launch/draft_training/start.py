@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.facts.draft_config import default_target_layer_ids
+from sglang_dflash.facts.target_layers import default_target_layer_ids
 from sglang_dflash.facts.tensors import layout
 
 BLOCK_SIZE, LAYERS, FEATURES = 8, 3, 5

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sglang_dflash.drafting.dequantize import dequantized
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.packed import PackedLinear, plain_weight
@@ -17,15 +18,18 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.log import Log
+from sglang_dflash.facts.stored import StoredTensor, each_tensor
 from sglang_dflash.facts.tensors import (
-    StoredTensor,
     check_tensors,
     check_weights,
-    each_tensor,
     expected_tensors,
+    fused_tensors,
     layout,
 )
 from sglang_dflash.facts.vocabulary import D2T, T2D, token_ids
+
+logger = Log(__name__)
 
 # dtypes of weights, as safetensors names them.
 DTYPES = {
@@ -46,6 +50,23 @@ def read_tensors(folder: str | Path) -> dict[str, Tensor]:
         name: opened.get_tensor(stored)
         for name, stored, opened in each_tensor(folder, framework="pt")
     }
+
+
+def draft_tensors(config: DraftConfig, folder: str | Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors in `folder` by their published names: of quantized modules the weights, in that
+    dtype, and of fused modules each one.
+
+    Raises:
+        ConfigError: as `read_tensors`, or the values of a quantized module are none of a weight.
+    """
+    found = read_tensors(folder)
+    if config.quantization is not None:
+        found = dequantized(config.quantization, found, dtype)
+    for name, parts in fused_tensors(config).items():
+        if name in found:
+            rows = found.pop(name).split([part.shape[0] for part in parts])
+            found |= {part.name: own for part, own in zip(parts, rows, strict=True)}
+    return found
 
 
 def load_state(
@@ -100,7 +121,7 @@ def load_model(
         state = _random_state(model, dtype, device)
     else:
         check_weights(config, folder)
-        tensors = read_tensors(folder)
+        tensors = draft_tensors(config, folder, dtype)
         state = load_state(config, tensors, tp)
         state = {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}
     model.load_state_dict(state, assign=True)
@@ -113,7 +134,18 @@ def load_model(
             maps = {name: tensors[name].numpy() for name in (D2T, T2D) if name in tensors}
             ids = torch.from_numpy(token_ids(config, maps))
         model.token_ids = ids.to(device)
+    if config.quantization is not None and not dummy and tp.rank == 0:
+        _tell_dequantized(model)
     return model.freeze()
+
+
+def _tell_dequantized(model: DraftModel) -> None:
+    size, dtype = sum(one.nbytes for one in model.parameters()), str(model.dtype)
+    of_rank = " on each rank" if model.tp.size > 1 else ""
+    logger.info(
+        "the draft's weights are quantized, %s, and were dequantized: they take %.3f GiB in %s%s",
+        model.config.quantization, size / 2**30, dtype.removeprefix("torch."), of_rank,
+    )  # fmt: skip
 
 
 def check_new(model: DraftModel, tensors: Mapping[str, Tensor]) -> None:

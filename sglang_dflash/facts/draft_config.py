@@ -17,6 +17,8 @@ from sglang_dflash.facts.draft_keys import check_code, check_keys, flat, unknown
 from sglang_dflash.facts.draft_rope import RopeConfig, read_rope
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import MOST_WIDTH, Fields, read_json_object
+from sglang_dflash.facts.quantization import Quantization, read_quantization, with_quantization
+from sglang_dflash.facts.target_layers import read_target_layer_ids
 
 _FILE = "the draft's config.json"
 
@@ -96,6 +98,7 @@ class DraftConfig:
         output_multiplier, final_logit_softcapping: of its logits, in this order; None for no cap.
             They do not change which token has the largest logit.
         convolution, selector: of DFlash2; None in a draft of v1.
+        quantization: how its weights are stored; None if they are plain.
         unknown_keys: of its config.json, which are without effect here.
     """
 
@@ -121,17 +124,19 @@ class DraftConfig:
     final_logit_softcapping: float | None = None
     convolution: Convolution | None = None
     selector: Selector | None = None
+    quantization: Quantization | None = None
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> DraftConfig:
-        """Read `folder/config.json`.
+        """Read `folder/config.json`, and what ModelOpt writes beside it.
 
         Raises:
             ConfigError: the folder or file is missing, is not JSON, or holds an invalid field.
             UnsupportedDraft: the checkpoint needs a drafter head that is not implemented here.
         """
-        return cls.from_dict(read_json_object(Path(folder) / "config.json", "draft checkpoint"))
+        raw = read_json_object(Path(folder) / "config.json", "draft checkpoint")
+        return cls.from_dict(with_quantization(raw, folder))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> DraftConfig:
@@ -168,7 +173,7 @@ class DraftConfig:
             block_size=fields.positive_int("block_size", default=16),
             mask_token_id=_mask_token_id(fields),
             num_target_layers=num_target_layers,
-            target_layer_ids=_target_layer_ids(fields, num_target_layers, depth),
+            target_layer_ids=read_target_layer_ids(fields, num_target_layers, depth),
             layers=_layer_attention(fields, depth),
             names_target_layers="target_layer_ids" in fields,
             attention_bias=fields.flag("attention_bias", default=False),
@@ -177,6 +182,7 @@ class DraftConfig:
             final_logit_softcapping=_softcap(fields),
             convolution=read_convolution(fields),
             selector=read_selector(fields),
+            quantization=read_quantization(fields),
             unknown_keys=unknown_keys(raw),
         )
         config._check_consistent()
@@ -309,33 +315,11 @@ def draft_kv_shape(fields: Fields) -> tuple[int, int, int, int]:
     )
 
 
-def default_target_layer_ids(num_target_layers: int, depth: int) -> tuple[int, ...]:
-    """Spread `depth` layers evenly from the second to the third-last target layer.
-
-    From DFlash, arXiv 2602.06036, section 5.
-    """
-    if depth == 1:
-        return (num_target_layers // 2,)
-    first, last = 1, num_target_layers - 3
-    if last < first:
-        required = f"too few to read {depth} target layers; target_layer_ids are required"
-        raise ConfigError(f"num_target_layers in {_FILE}", num_target_layers, required)
-    return tuple(round(first + i * (last - first) / (depth - 1)) for i in range(depth))
-
-
 def _mask_token_id(fields: Fields) -> int:
     if "mask_token_id" not in fields:
         required = "missing; drafts that name their mask token by text are not served here"
         raise UnsupportedDraft(f"dflash_config.mask_token_id in {_FILE}", required=required)
     return fields.token_id("mask_token_id")
-
-
-def _target_layer_ids(fields: Fields, num_target_layers: int | None, depth: int) -> tuple[int, ...]:
-    if "target_layer_ids" in fields:
-        return fields.layer_ids("target_layer_ids", num_target_layers)
-    if num_target_layers is None:
-        raise fields.error("num_target_layers", "without target_layer_ids a positive integer")
-    return default_target_layer_ids(num_target_layers, depth)
 
 
 def _draft_vocab_size(fields: Fields) -> int | None:

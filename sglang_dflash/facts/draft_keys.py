@@ -32,13 +32,14 @@ def _names(text: str) -> frozenset[str]:
 # `dflash_config`.
 READ = _names(
     """
-    architectures attention_bias block_size causal causal_head conv_group_size conv_kernel_size
-    dflash_config draft_vocab_size eagle_aux_hidden_state_layer_ids final_logit_softcapping head_dim
-    hidden_act hidden_size intermediate_size is_causal is_neox_style layer_types mask_token_id
-    max_position_embeddings max_window_layers model_type num_attention_heads num_hidden_layers
-    num_key_value_heads num_target_layers original_max_position_embeddings output_multiplier
-    partial_rotary_factor rms_norm_eps rope_is_neox_style rope_parameters rope_scaling rope_theta
-    selector_rank selector_top_k sliding_window swa_window_size target_hidden_size target_layer_ids
+    architectures attention_bias block_size causal causal_head compression_config conv_group_size
+    conv_kernel_size dflash_config draft_vocab_size eagle_aux_hidden_state_layer_ids
+    final_logit_softcapping head_dim hidden_act hidden_size intermediate_size is_causal
+    is_neox_style layer_types mask_token_id max_position_embeddings max_window_layers model_type
+    num_attention_heads num_hidden_layers num_key_value_heads num_target_layers
+    original_max_position_embeddings output_multiplier partial_rotary_factor quantization_config
+    rms_norm_eps rope_is_neox_style rope_parameters rope_scaling rope_theta selector_rank
+    selector_top_k sliding_window swa_window_size target_hidden_size target_layer_ids
     use_sliding_window use_swa v_head_dim vocab_size
     """
 )
@@ -52,7 +53,7 @@ INERT = _names(
     attention_dropout flex_attention_backend initializer_range loss_decay_gamma max_anchors
     num_anchors pretraining_tp
 
-    _name_or_path add_cross_attention chunk_size_feed_forward compression_config
+    _name_or_path add_cross_attention chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id finetuning_task id2label is_decoder
     is_encoder_decoder label2id language_config llm_config num_labels output_attentions
     output_hidden_states prefix problem_type pruned_heads return_dict sep_token_id
@@ -86,7 +87,6 @@ FOREIGN: Mapping[str, str] = {
         "biases of the MLP": "mlp_bias",
         "a scale of the embeddings": "input_embedding_scale",
         "a scale of the logits": "logit_scale",
-        "a quantized draft": "quantization_config",
     }.items()
     for name in names.split()
 }

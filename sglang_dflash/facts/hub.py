@@ -10,7 +10,8 @@ from pathlib import Path
 
 from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.fields import check_files
-from sglang_dflash.facts.tensors import MASK_EMBEDDING, StoredTensor
+from sglang_dflash.facts.stored import StoredTensor
+from sglang_dflash.facts.tensors import MASK_EMBEDDING
 
 
 def check_path(field: str, name: str) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import check_files, read_json_object
 from sglang_dflash.facts.hub import check_path, fetch_config, hub_tensors
-from sglang_dflash.facts.tensors import (
+from sglang_dflash.facts.quantization import with_quantization
+from sglang_dflash.facts.stored import (
     StoredTensor,
     has_weights,
     local_weight_bytes,
@@ -187,6 +188,8 @@ def _of_folder(kind: str, folder: Path) -> ModelFacts:
 def _of_files(
     kind: str, name: str, raw: Mapping[str, Any], folder: Path, source: str
 ) -> ModelFacts:
+    if kind == "draft":
+        raw = with_quantization(raw, folder)
     tensors = stored_tensors(folder) if kind == "draft" and has_weights(folder) else None
     return ModelFacts(
         name=name,

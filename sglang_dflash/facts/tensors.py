@@ -1,5 +1,5 @@
-"""The tensors of a checkpoint, from its safetensors files: which ones a draft has, what
-the headers say, and whether the values are those of trained weights. No torch here.
+"""The tensors of a draft: their names and shapes, and whether those of a checkpoint are these, with
+the values of trained weights. No torch here.
 
 A draft with NaN or a matrix of zeros would be served: its proposals are rejected, so outputs stay
 exact, at the speed of plain decoding or less. Files are mapped, and read once at the speed of
@@ -10,41 +10,45 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from os.path import isfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError, cut, shown
-from sglang_dflash.facts.fields import read_json_object
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.quantization import part
+from sglang_dflash.facts.stored import (
+    StoredTensor,
+    and_more,
+    each_tensor,
+    named_files,
+    plain_name,
+    stored_tensors,
+)
 from sglang_dflash.facts.vocabulary import D2T, T2D, check_map, token_ids
 
-INDEX = "model.safetensors.index.json"
 # A trained embedding of the mask token, which some training code writes beside the weights.
 MASK_EMBEDDING = "mask_embedding.pt"
 # dtype of a draft's weights in a header -> the unsigned integer of its width, and the bits of
 # infinity. With the sign bit cleared, the bits of finite numbers are below those of infinity, and
-# the bits of NaN above. dtypes of fewer bits need scales, which our drafts do not have.
+# the bits of NaN above. dtypes of fewer bits are of quantized weights and their scales.
 _BITS = {
     "BF16": ("<u2", 0x7F80),
     "F16": ("<u2", 0x7C00),
     "F32": ("<u4", 0x7F80_0000),
     "F64": ("<u8", 0x7FF0_0000_0000_0000),
 }
+# Of tensors that change nothing here: scales of activations and of K/V that quantized drafts may
+# have, and what old versions of Transformers computed of the config.
+HARMLESS = (
+    ".input_scale", ".input_global_scale", ".input_zero_point", ".k_scale", ".v_scale",
+    ".rotary_emb.inv_freq",
+)  # fmt: skip
+# In FP8 no bits are infinity, and one number is NaN.
+_FLOATS = {**_BITS, "F8_E4M3": ("<u1", 0x7F)}
 # Elements whose values are looked at together: they stay in the CPU's cache.
 _CHUNK = 1 << 18
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
-class StoredTensor(NamedTuple):
-    """A tensor as a header describes it; `dtype` is safetensors' name, such as "BF16"."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class Part(NamedTuple):
@@ -136,6 +140,18 @@ def _convolutions(config: DraftConfig, layer: str) -> dict[str, tuple[int, ...]]
     }
 
 
+def fused_tensors(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
+    """The name that an export may have in place of several tensors -> these, whose rows it joins:
+    `self_attn.qkv_proj` and `mlp.gate_up_proj`."""
+    found = {}
+    for ours, parts in layout(config).items():
+        if len(parts) > 1:
+            module, kind = ours.split(".")[-2:]
+            block = parts[0].name.split(".")[:-2]
+            found[".".join((*block, module, kind))] = parts
+    return found
+
+
 def expected_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a draft, in the published layout."""
     return {part.name: part.shape for parts in layout(config).values() for part in parts}
@@ -171,15 +187,15 @@ def check_tensors(
     config: DraftConfig, tensors: Mapping[str, StoredTensor], is_part: bool = False
 ) -> None:
     """Raise ConfigError if a tensor is missing or unexpected, or not of the config's shape or of
-    floating point.
+    floating point. A quantized module's stand for its weight.
 
     Args:
         is_part: whether tensors may be left out, and those of the vocabulary are another's matter.
     """
-    expected = expected_tensors(config)
+    expected, tensors = expected_tensors(config), plain_tensors(config, tensors)
     missing = [name for name in expected if name not in tensors]
     if missing and not is_part:
-        raise ConfigError(_tensor(missing[0]), required=f"missing{_more(missing)}")
+        raise ConfigError(_tensor(missing[0]), required=f"missing{and_more(missing)}")
     expected = {name: shape for name, shape in expected.items() if name in tensors}
     for name, shape in expected.items():
         if tensors[name].shape != shape:
@@ -190,12 +206,44 @@ def check_tensors(
     known |= {D2T, T2D} if is_part else check_map(config, tensors)
     unexpected = sorted(tensors.keys() - known)
     if unexpected:
-        required = f"no draft of this config has this tensor{_more(unexpected)}"
+        required = f"no draft of this config has this tensor{and_more(unexpected)}"
         raise ConfigError("draft checkpoint", unexpected[0], required)
     for name in expected:
         if tensors[name].dtype not in _BITS:
             required = f"one of {', '.join(_BITS)} is required"
             raise ConfigError(f"dtype of {_tensor(name)}", tensors[name].dtype, required)
+
+
+def plain_tensors(
+    config: DraftConfig, tensors: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Those that a draft has a use for, as if no module were quantized or fused with others. Raises
+    ConfigError if a quantized module lacks a tensor."""
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(HARMLESS)}
+    found = _dequantized(config, found)
+    for name, parts in fused_tensors(config).items():
+        rows = sum(own.shape[0] for own in parts)
+        if name in found and found[name].shape == (rows, *parts[0].shape[1:]):
+            dtype = found.pop(name).dtype
+            found |= {own.name: StoredTensor(dtype, own.shape) for own in parts}
+    return found
+
+
+def _dequantized(config: DraftConfig, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    if config.quantization is None:
+        return found
+    dtypes = {name: tensor.dtype for name, tensor in found.items()}
+    for module, (form, declared) in config.quantization.modules(dtypes):
+        names = {name: part(module, name) for name in (form.codes, *form.scales, *form.optional)}
+        missing = [names[name] for name in form.scales if names[name] not in found]
+        if missing:
+            raise ConfigError(_tensor(missing[0]), required=f"missing{and_more(missing)}")
+        shape = found[names[form.codes]].shape
+        if len(shape) != 2:
+            raise ConfigError(_tensor(names[form.codes]), list(shape), "a matrix is required")
+        found = {name: tensor for name, tensor in found.items() if name not in names.values()}
+        found[part(module, "weight")] = StoredTensor("F32", form.shape(shape, declared.bits))
+    return found
 
 
 def check_values(config: DraftConfig, folder: str | Path) -> None:
@@ -207,11 +255,11 @@ def check_values(config: DraftConfig, folder: str | Path) -> None:
     if config.draft_vocab_size is not None:
         maps = each_tensor(folder, framework="numpy")
         token_ids(config, {n: f.get_tensor(stored) for n, stored, f in maps if n in (D2T, T2D)})
-    names = expected_tensors(config)
+    names = expected_tensors(config).keys() | fused_tensors(config).keys() | _scales(config, folder)
     for name, dtype, bits in _mapped(folder):
         if name not in names:
             continue
-        infinity = _BITS[dtype][1]
+        infinity = _FLOATS[dtype][1]
         largest = max((int(chunk.max()) for chunk in _magnitudes(bits)), default=0)
         if largest >= infinity:
             broken = sum(int((chunk >= infinity).sum()) for chunk in _magnitudes(bits))
@@ -221,19 +269,28 @@ def check_values(config: DraftConfig, folder: str | Path) -> None:
             raise ConfigError(_tensor(name), required="all zeros; trained weights are required")
 
 
+def _scales(config: DraftConfig, folder: str | Path) -> set[str]:
+    """The scales of a draft's quantized weights."""
+    if config.quantization is None:
+        return set()
+    dtypes = {name: tensor.dtype for name, tensor in stored_tensors(folder).items()}
+    modules = config.quantization.modules(dtypes)
+    return {part(module, name) for module, way in modules for name in way.format.scales}
+
+
 def _mapped(folder: str | Path) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Name, dtype, and bits as unsigned integers `[N]` of the tensors that have a dtype in `_BITS`.
+    """Name, dtype, and bits as unsigned integers `[N]` of the tensors with a dtype of `_FLOATS`.
     The headers are valid: `stored_tensors` has read them."""
-    for file in _named(folder, "*.safetensors"):
+    for file in named_files(folder, "*.safetensors"):
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(size))
         data = np.memmap(file, dtype=np.uint8, mode="r")[8 + size :]
         for stored, tensor in header.items():
-            if stored == "__metadata__" or tensor["dtype"] not in _BITS:
+            if stored == "__metadata__" or tensor["dtype"] not in _FLOATS:
                 continue
             begin, end = tensor["data_offsets"]
-            bits = data[begin:end].view(_BITS[tensor["dtype"]][0])
+            bits = data[begin:end].view(_FLOATS[tensor["dtype"]][0])
             yield plain_name(stored), tensor["dtype"], bits
 
 
@@ -245,128 +302,3 @@ def _magnitudes(bits: np.ndarray) -> Iterator[np.ndarray]:
 
 def _tensor(name: str) -> str:
     return f"tensor {name} of the draft"
-
-
-def _more(names: list[str]) -> str:
-    return f", and {len(names) - 1} more" if len(names) > 1 else ""
-
-
-# -- what the files of a folder hold
-
-
-def stored_tensors(folder: str | Path, kind: str = "draft") -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint in `folder` by name, from the headers.
-
-    Args:
-        kind: whose checkpoint it is, for messages.
-
-    Raises:
-        ConfigError: there is no safetensors file, one is damaged, two hold the same name, or the
-            index names one that is not there.
-    """
-    if (Path(folder) / INDEX).is_file():
-        _check_index(kind, Path(folder))
-    found = {}
-    for name, stored, opened in each_tensor(folder, framework="numpy", kind=kind):
-        tensor = opened.get_slice(stored)
-        found[name] = StoredTensor(tensor.get_dtype(), tuple(tensor.get_shape()))
-    return found
-
-
-def each_tensor(
-    folder: str | Path, *, framework: str, kind: str = "draft"
-) -> Iterator[tuple[str, str, Any]]:
-    """Name, stored name and open file of every tensor of the checkpoint in `folder`.
-
-    Args:
-        framework: what `safetensors.safe_open` makes tensors of, "pt" or "numpy".
-        kind: whose checkpoint it is, for messages.
-
-    Raises:
-        ConfigError: as `stored_tensors`, but for the index.
-    """
-    what, where = f"{kind} checkpoint", str(folder)
-    files = _named(folder, "*.safetensors")
-    if not files:
-        others = [file.name for file in _named(folder, *_PICKLES)]
-        only = f", only {others[0]}{_more(others)}" if others else ""
-        required = f"no .safetensors file in it{only}; weights are read from safetensors files"
-        raise ConfigError(what, where, required)
-    seen: dict[str, Path] = {}
-    for file in files:
-        with _opened(what, file, framework) as opened:
-            for stored in opened.keys():  # noqa: SIM118 - the handle does not iterate
-                name = plain_name(stored)
-                if name in seen:
-                    second = f"in two files, the second is {file.name}"
-                    twice = f"twice in {file.name}, under two spellings"
-                    raise ConfigError(what, name, twice if seen[name] == file else second)
-                seen[name] = file
-                yield name, stored, opened
-
-
-def plain_name(stored: str) -> str:
-    """The name of a draft's tensor, without what some exports add: `model.` before it, and
-    `.weight` behind that of a DFlash2 codebook, as of an embedding."""
-    name = stored.removeprefix("model.")
-    return name.removesuffix(".weight") if name.endswith("_codebook.weight") else name
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether the folder holds weights of any format."""
-    return bool(_named(folder, "*.safetensors", *_PICKLES))
-
-
-def local_weight_bytes(kind: str, folder: Path) -> int | None:
-    """Bytes of the safetensors weights in `folder`: their index's total, or else the size of the
-    files. None if there are none.
-
-    Raises:
-        ConfigError: a file is damaged, or the index names one that is not there.
-    """
-    files = _named(folder, "*.safetensors")
-    for file in files:
-        with _opened(f"{kind} checkpoint", file, "numpy"):
-            pass
-    total = _check_index(kind, folder, bool(files)) if (folder / INDEX).is_file() else 0
-    return total or sum(file.stat().st_size for file in files) or None
-
-
-def _check_index(kind: str, folder: Path, has_files: bool = True) -> int:
-    """The bytes of the index's tensors, 0 if it does not tell.
-
-    Raises:
-        ConfigError: the index is not JSON, one of its fields is of another type, or with
-            `has_files` a file that it names is not there.
-    """
-    what, index = f"{kind} checkpoint", read_json_object(folder / INDEX, f"{kind} checkpoint")
-    names, metadata = index.get("weight_map") or {}, index.get("metadata") or {}
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        required = "an object of tensor names and file names is required"
-        raise ConfigError(f"weight_map of {INDEX}", names, required)
-    if not isinstance(metadata, dict):
-        raise ConfigError(f"metadata of {INDEX}", metadata, "an object of fields is required")
-    absent = [name for name in sorted(set(names.values())) if not isfile(folder / name)]
-    if absent and has_files:
-        required = f"{INDEX} names {shown(absent[0])}{_more(absent)}; download what is missing"
-        raise ConfigError(what, str(folder), required)
-    total = metadata.get("total_size")
-    return int(total) if isinstance(total, int | float) and 0 < total < 2**63 else 0
-
-
-def _named(folder: str | Path, *patterns: str) -> list[Path]:
-    """Files of such names, links and folders included."""
-    return sorted(file for pattern in patterns for file in Path(folder).glob(pattern))
-
-
-@contextmanager
-def _opened(what: str, file: Path, framework: str) -> Iterator[Any]:
-    if not file.is_file():
-        found = "a folder" if file.is_dir() else "a link to a file that is not there"
-        raise ConfigError(what, str(file), f"{found}; a safetensors file is required")
-    try:
-        with safe_open(file, framework=framework) as opened:
-            yield opened
-    except (SafetensorError, OSError) as error:
-        required = f"truncated or damaged ({cut(str(error))}); download it again"
-        raise ConfigError(what, str(file), required) from error

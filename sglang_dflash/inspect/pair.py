@@ -136,12 +136,19 @@ def describe_draft(draft: ModelFacts, config: DraftConfig | None) -> dict[str, A
         "draft_kind": config and config.kind,
         "draft_layers": layers,
         "draft_dtype": fields.get("dtype") or fields.get("torch_dtype"),
+        "draft_quantization": _quantization(config),
         "draft_context": fields.get("max_position_embeddings"),
         "target_layer_ids": ids,
         "mask_token_id": mask,
         "draft_rope": rope,
         "draft_vocab_size": config and config.draft_vocab_size,
     }
+
+
+def _quantization(config: DraftConfig | None) -> str | None:
+    if config is None or config.quantization is None:
+        return None
+    return f"{config.quantization}, dequantized when it is loaded"
 
 
 def _architecture(raw: Mapping[str, Any]) -> str | None:

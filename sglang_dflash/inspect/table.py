@@ -15,8 +15,8 @@ _GROUPS = {
     "target": ("target", "architecture", "layers", "dtype", "context", "hidden_size", "vocab_size"),
     "draft": (
         "draft", "kind", "head_bytes", "head_bytes_per_request", "architecture", "layers",
-        "vocab_size", "dtype", "context", "rope", "target_layer_ids", "mask_token_id", "tensors",
-        "values",
+        "vocab_size", "dtype", "quantization", "context", "rope", "target_layer_ids",
+        "mask_token_id", "tensors", "values",
     ),
     "served with": (
         "worker", "worker_reason", "block_size", "window", "sinks", "max_running_requests",

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.fields import read_json_object
-from sglang_dflash.facts.tensors import StoredTensor, stored_tensors
+from sglang_dflash.facts.stored import StoredTensor, stored_tensors
 from sglang_dflash.serving.draft_updates import is_for_draft
 from sglang_dflash.serving.given_flags import guard_off
 

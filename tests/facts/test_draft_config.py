@@ -12,9 +12,9 @@ from sglang_dflash.facts.draft_config import (
     DraftConfig,
     LayerAttention,
     Reach,
-    default_target_layer_ids,
 )
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.facts.target_layers import default_target_layer_ids
 from tests.conftest import raw_config, with_own
 
 

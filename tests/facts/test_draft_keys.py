@@ -18,6 +18,7 @@ from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.draft_keys import FOREIGN, INERT, READ
 from sglang_dflash.facts.draft_rope import RopeConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut
+from sglang_dflash.facts.quantization import FORMATS, NAMES, Declared, Quantization, Stored
 from sglang_dflash.facts.tensors import expected_tensors
 from tests.conftest import raw_config
 from tests.facts.test_fuzz import bounded, values
@@ -39,6 +40,7 @@ SLIDING, FULL = ["sliding_attention"] * 3, ["full_attention"] * 3
 CAUSAL = {"layers": (LayerAttention(None, True),) * 3}
 WINDOWED = {"layers": (LayerAttention(8, False),) * 3}
 SWA = ("dflash_config.use_swa", True)
+FP8 = Quantization((Stored(FORMATS[1], Declared("fp8", "per tensor", 8)),))
 YARN = {"rope_type": "yarn", "factor": 4}
 # A key that is read -> what it is given, what beside it, and what of the config then differs; or
 # the error that it leads to.
@@ -100,6 +102,7 @@ EXAMPLES: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[Conf
             ("convolution", ("conv_group_size", 8), ("conv_kernel_size", 2), Convolution(2, 8)),
         )
     },
+    **dict.fromkeys(NAMES, ({"quant_method": "fp8"}, [], {"quantization": FP8})),
     "target_hidden_size": (64, [], UnsupportedDraft),
     "dflash_config.target_hidden_size": (64, [], UnsupportedDraft),
     "eagle_aux_hidden_state_layer_ids": ([1, 3], [], UnsupportedDraft),

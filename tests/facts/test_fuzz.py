@@ -23,12 +23,8 @@ from sglang_dflash.facts.draft_keys import FOREIGN, INERT, READ
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.published import ModelFacts
-from sglang_dflash.facts.tensors import (
-    INDEX,
-    check_weights,
-    expected_tensors,
-    local_weight_bytes,
-)
+from sglang_dflash.facts.stored import INDEX, local_weight_bytes
+from sglang_dflash.facts.tensors import check_weights, expected_tensors
 from sglang_dflash.inspect.report import inspect
 from sglang_dflash.inspect.serving import Serving
 from sglang_dflash.inspect.table import as_table

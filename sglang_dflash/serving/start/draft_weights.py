@@ -17,12 +17,13 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.weights import check_new, read_tensors, reload
+from sglang_dflash.drafting.weights import check_new, draft_tensors, reload
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.draft_keys import is_draft
 from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.log import Log
-from sglang_dflash.facts.tensors import check_weights, plain_name
+from sglang_dflash.facts.stored import plain_name
+from sglang_dflash.facts.tensors import check_weights
 
 logger = Log(__name__)
 
@@ -83,9 +84,10 @@ class DraftWeights:
 
     def load_folder(self, folder: str) -> Result:
         def read() -> Named:
-            check_same(DraftConfig.from_pretrained(folder), self._model.config)
-            check_weights(self._model.config, folder)
-            return read_tensors(folder).items()
+            config = DraftConfig.from_pretrained(folder)
+            check_same(config, self._model.config)
+            check_weights(config, folder)
+            return draft_tensors(config, folder, self._model.dtype).items()
 
         return self.load(read)
 
@@ -310,8 +312,9 @@ def unpacked(named: Any) -> list[tuple[str, Any]]:
 
 
 def check_same(config: DraftConfig, served: DraftConfig) -> None:
-    """Raise ConfigError if the server was not started for a draft of that config."""
-    for name in (field.name for field in fields(served)):
+    """Raise ConfigError if the server was not started for a draft of that config. How weights are
+    stored does not matter: they are served dequantized."""
+    for name in (field.name for field in fields(served) if field.name != "quantization"):
         new, old = getattr(config, name), getattr(served, name)
         if new != old:
             required = f"the served draft has {old!r}; start a server with this draft"
