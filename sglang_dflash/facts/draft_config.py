@@ -135,8 +135,7 @@ class DraftConfig:
             ConfigError: the folder or file is missing, is not JSON, or holds an invalid field.
             UnsupportedDraft: the checkpoint needs a drafter head that is not implemented here.
         """
-        raw = read_json_object(Path(folder) / "config.json", "draft checkpoint")
-        return cls.from_dict(with_quantization(raw, folder))
+        return cls.from_dict(read_draft(folder))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> DraftConfig:
@@ -292,6 +291,12 @@ class DraftConfig:
         for name, value in follows.items():
             if name in fields and fields.get(name) != value:
                 raise fields.unsupported(name, f"with the other fields, {value} is served here")
+
+
+def read_draft(folder: str | Path) -> Mapping[str, Any]:
+    """The config.json of a draft, with what ModelOpt writes beside it. Raises ConfigError."""
+    raw = read_json_object(Path(folder) / "config.json", "draft checkpoint")
+    return with_quantization(raw, folder)
 
 
 def draft_fields(raw: Mapping[str, Any]) -> Fields:

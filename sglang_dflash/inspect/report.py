@@ -20,6 +20,7 @@ from sglang_dflash.facts.draft_memory import (
     headroom,
 )
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.precision import other_precision
 from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.server import BUILTIN, OURS
 from sglang_dflash.facts.sizes import KV_DTYPES
@@ -88,6 +89,7 @@ def inspect(
     names = spelled(Options.__dataclass_fields__, verify_block="--block-size")
     notices = resolved.warnings(config, names) if config else []
     warnings = [*other_target(target.name, draft.name), *words.config_only(draft)]
+    warnings += other_precision(target.name, target.config, draft.name, draft.config)
     warnings += words.extended(context_of(target), serving.context_length)
     warnings += words.capped(memory, serving.max_running_requests)
     facts = {

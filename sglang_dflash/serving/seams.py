@@ -161,6 +161,16 @@ WORKER_SEAMS = SAMPLING_SEAMS + rows(
      "tests/serving/test_host_tier.py::test_sglang_tells_the_tier"),
 )  # fmt: skip
 
+# Applied in the scheduler process when SGLang's own worker serves.
+BUILTIN_SEAMS = rows(
+    "sglang_dflash.serving",
+    (Kind.AROUND, "models.dflash.DFlashDraftModel.load_weights",
+     "start.builtin_weights:load_weights",
+     "Tensors of a draft that no parameter takes, and parameters that no tensor fills, are passed "
+     "over in silence, as the packed fc of a W4A16 draft.",
+     "tests/serving/test_builtin_weights.py::test_weights_are_lost_without_the_row"),
+)  # fmt: skip
+
 # Applied in the scheduler process when replay serves, before the state pool is sized.
 REPLAY_SEAMS = rows(
     "sglang_dflash.serving",

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 TABLES = {
     "serving": serving.SEAMS,
     "worker": serving.WORKER_SEAMS,
+    "builtin": serving.BUILTIN_SEAMS,
     "replay": serving.REPLAY_SEAMS,
     "repairs": repairs.SEAMS,
     "platform_cpu": platform_cpu.SEAMS,

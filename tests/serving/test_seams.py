@@ -16,14 +16,20 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.repairs import seams as repairs
 from sglang_dflash.seam.seam import Seam
-from sglang_dflash.serving.seams import REPLAY_SEAMS, SAMPLING_SEAMS, SEAMS, WORKER_SEAMS
+from sglang_dflash.serving.seams import (
+    BUILTIN_SEAMS,
+    REPLAY_SEAMS,
+    SAMPLING_SEAMS,
+    SEAMS,
+    WORKER_SEAMS,
+)
 from sglang_dflash.serving.show import figures
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step import sampling, scheduler
 from tests.seam.originals import original
 
-ROWS = [*SEAMS, *WORKER_SEAMS, *REPLAY_SEAMS]
+ROWS = [*SEAMS, *WORKER_SEAMS, *BUILTIN_SEAMS, *REPLAY_SEAMS]
 OURS = ["--speculative-dflash-worker", "builtin"]
 
 

@@ -19,24 +19,25 @@ from sglang_dflash.drafting.machine import version
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import load_model
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.draft_config import DraftConfig, read_draft
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown_pair
 from sglang_dflash.facts.hub import draft_folder
 from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.origin import published_draft
+from sglang_dflash.facts.precision import other_precision
 from sglang_dflash.facts.published import check_target_folder
 from sglang_dflash.facts.server import BUILTIN, labels
 from sglang_dflash.facts.target_classes import METHOD, TARGETS, unserved_class
 from sglang_dflash.facts.tensors import check_weights
 from sglang_dflash.facts.unserved import builtin_reason
-from sglang_dflash.seam.seam import verify
+from sglang_dflash.seam.seam import install_late, verify
 from sglang_dflash.serving.gpu.backends import (
     ATTENTION,
     asked_attention,
     check_kv_dtype,
     kv_dtype,
 )
-from sglang_dflash.serving.seams import SEAMS
+from sglang_dflash.serving.seams import BUILTIN_SEAMS, SEAMS
 from sglang_dflash.serving.show.figures import show_info
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.start.draft_files import (
@@ -45,6 +46,7 @@ from sglang_dflash.serving.start.draft_files import (
     refuse_code,
     refuse_trusted,
 )
+from sglang_dflash.serving.start.refusal import ends_the_server
 
 logger = Log(__name__)
 
@@ -105,6 +107,7 @@ def _check(server_args: Any, settings: Any) -> None:
     except UnsupportedDraft:
         config = None
     check_as_sglang_reads_it(folder, server_args)
+    _warn_of_precision(settings, model, folder)
     if config is None:
         return
     options = flags.options(server_args, settings).resolve(config)
@@ -129,6 +132,12 @@ def _check(server_args: Any, settings: Any) -> None:
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
         with torch.device("meta"):
             DraftModel(config, TensorParallel(size=settings.tp_size))
+
+
+def _warn_of_precision(settings: Any, model: Any, folder: str) -> None:
+    names = settings.model_path, settings.speculative_draft_model_path
+    for text in other_precision(names[0], model.hf_config.to_dict(), names[1], read_draft(folder)):
+        logger.warning("%s", text)
 
 
 def _check_device(
@@ -238,7 +247,9 @@ def _showing(reason: str, worker: type) -> type:
     def started(self: Any, *args: Any, **named: Any) -> None:
         from sglang_dflash.serving.start.build import metric_labels
 
-        worker.__init__(self, *args, **named)  # type: ignore[misc]
+        install_late(BUILTIN_SEAMS, "its own DFLASH worker")
+        with ends_the_server({}):
+            worker.__init__(self, *args, **named)  # type: ignore[misc]
         spec = get_spec()
         of = {
             "block_size": spec.speculative_num_draft_tokens,
