@@ -8,15 +8,12 @@ from typing import Any, NamedTuple
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.facts.draft_config import LayerGroup
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.pools import running_requests
 from sglang_dflash.facts.server import BUILTIN
 from sglang_dflash.facts.sizes import Charge, GroupKV, draft_kv_charge
 from sglang_dflash.inspect.pair import Judged
 
 GIB = 2**30
-# Of SGLang, for targets with recurrent layers: --mamba-full-memory-ratio, and what
-# `KVCacheConfigurator._calculate_mamba_ratio` gives for a prefix cache with extra buffers.
-_STATE_RATIO = 0.9
-_SLOTS_PER_REQUEST = 5
 
 
 class StatePool(NamedTuple):
@@ -33,19 +30,16 @@ class StatePool(NamedTuple):
     total_bytes: int
 
 
-def state_pool(memory: int, requests: int, state: int, replay: int, snapshot: int) -> StatePool:
-    """By `KVCacheConfigurator._handle_max_mamba_cache` of SGLang 0.5.23.
+def state_pool(slots: int, requests: int, state: int, replay: int, snapshot: int) -> StatePool:
+    """The pool of so many states, as SGLang 0.5.23 allocates it.
 
     Args:
-        memory: bytes for it and both KV pools.
+        slots: states; 0 or less if none fits.
         requests: --max-running-requests.
         state: bytes of a state.
         replay, snapshot: bytes that verification keeps of a request; one of them is 0.
     """
-    left = memory - (requests + 1) * replay
-    budget = left * _STATE_RATIO / (1 + _STATE_RATIO)
-    slots = int((budget - state - snapshot) // (state + snapshot / _SLOTS_PER_REQUEST))
-    running = min(requests, max(0, slots) // _SLOTS_PER_REQUEST)
+    running = running_requests(requests, slots)
     kept = (requests + 1) * replay + (running + 1) * snapshot
     return StatePool(slots, running, kept + (slots + 1) * state)
 
@@ -84,17 +78,6 @@ def _described(of: LayerGroup, kv: GroupKV, target_tokens: int) -> dict[str, Any
         "ring": entries is not None,
         "bytes": Charge.of([kv], target_tokens).total(target_tokens),
     }
-
-
-def at_a_time(tokens: int, running: int, context: int, reserved: int) -> int:
-    """Requests of `context` tokens, the answer included, that run at a time.
-
-    Args:
-        tokens: of the target's KV pool.
-        running: requests that run at a time, however short.
-        reserved: tokens that a verify step takes ahead of each.
-    """
-    return min(running, tokens // (context + reserved))
 
 
 def split_kv(memory: int, target_bytes: int, groups: Sequence[DraftGroup]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,14 @@ from sglang_dflash.facts.draft_memory import (
     headroom,
 )
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.pools import StateDemand, at_a_time, default_states, sglang_states
 from sglang_dflash.facts.precision import other_precision
 from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.server import BUILTIN, OURS
-from sglang_dflash.facts.sizes import KV_DTYPES
+from sglang_dflash.facts.sizes import KV_DTYPES, GroupKV
 from sglang_dflash.facts.target_config import TargetGeometry, kv_heads_of_rank
 from sglang_dflash.inspect import words
-from sglang_dflash.inspect.kv import GIB, StatePool, at_a_time, draft_groups, split_kv, state_pool
+from sglang_dflash.inspect.kv import GIB, StatePool, draft_groups, split_kv, state_pool
 from sglang_dflash.inspect.pair import (
     Judged,
     context_of,
@@ -140,9 +141,14 @@ def _memory(
     of_draft = sizes.draft_weight_bytes(part.config) if part.config else of_draft
     memory = _kv_memory(serving, of_target, of_draft, steps or 0)
     alone = _kv_memory(serving, of_target, 0, 0)
-    pool, snapshots, plain = _pools(serving, memory, alone, recurrent)
+    groups = draft_groups(judged, options, draft_kv, requests)
+    pool, snapshots, plain = _pools(
+        serving, memory, steps or 0, alone, recurrent, [kv for _, kv in groups], target_kv, options
+    )
     if pool is not None and plain is not None:
         memory, alone = memory - pool.total_bytes, alone - plain.total_bytes
+        # A ring serves the requests that the states let run.
+        groups = draft_groups(judged, options, draft_kv, pool.requests)
     facts = {
         "target_kv_bytes_per_token": target_kv,
         "draft_kv_bytes_per_token": draft_kv,
@@ -154,7 +160,7 @@ def _memory(
         "recurrent_slots": pool and pool.slots,
         "running_requests": pool.requests if pool else requests,
         "running_requests_with_snapshots": snapshots and snapshots.requests,
-        **split_kv(memory, target_kv, draft_groups(judged, options, draft_kv, requests)),
+        **split_kv(memory, target_kv, groups),
         "target_tokens_without_draft": alone // target_kv,
     }
     for suffix, states in {"": pool, "_unbounded": pool, "_without_draft": plain}.items():
@@ -167,14 +173,24 @@ def _memory(
 
 
 def _pools(
-    serving: Serving, memory: int, alone: int, recurrent: Mapping[str, Any]
+    serving: Serving,
+    memory: int,
+    steps: int,
+    alone: int,
+    recurrent: Mapping[str, Any],
+    groups: Sequence[GroupKV],
+    target_kv: int,
+    options: ResolvedOptions,
 ) -> tuple[StatePool | None, StatePool | None, StatePool | None]:
     """Of recurrent states: as served, with SGLang's snapshots, and without a draft. None without
     such layers.
 
     Args:
         memory: bytes for it and both KV pools.
+        steps: bytes of draft steps, which a server takes from K/V only.
         alone: the same without a draft.
+        groups: of draft layers, with rings for all requests.
+        target_kv: bytes of a token.
 
     Raises:
         ConfigError: it holds the states of no request.
@@ -185,9 +201,18 @@ def _pools(
     )
     if not state or serving.kv_memory_gib is not None:
         return None, None, None
-    pool = snapshots = state_pool(memory, requests, state, 0, snapshot)
+    slots = sglang_states(memory + steps, state, snapshot)
+    pool = snapshots = state_pool(slots, requests, state, 0, snapshot)
     if recurrent["recurrent_rollback"] == "replay":
-        pool = state_pool(memory, requests, state, replay, 0)
+        demand = StateDemand.of(
+            groups,
+            requests=requests,
+            state=state,
+            target_token=target_kv,
+            context=options.context,
+        )
+        slots = default_states(memory + steps - (requests + 1) * replay, steps, demand)
+        pool = state_pool(slots, requests, state, replay, 0)
     if not pool.requests:
         raise ConfigError(
             "memory_gib",
@@ -195,7 +220,7 @@ def _pools(
             f"{memory / GIB:.2f} GiB beside weights and draft steps hold the recurrent states "
             f"of no request; give more, or fewer requests ({{max_running_requests}})",
         )
-    return pool, snapshots, state_pool(alone, requests, state, 0, 0)
+    return pool, snapshots, state_pool(sglang_states(alone, state), requests, state, 0, 0)
 
 
 def _divided(

@@ -32,10 +32,10 @@ def test_it_tells_how_many_long_requests_run_at_a_time(capsys: pytest.CaptureFix
     pair = ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", "--max-running-requests", "8")
     names = [f"requests_at_context{which}" for which in ("", "_unbounded", "_without_draft")]
     for context, counts, bound in (
-        ("16384", [7, 6, 8], "the KV tokens bound it"),
+        ("20480", [7, 6, 8], "the KV tokens bound it"),
         ("1024", [8, 8, 8], "--max-running-requests bounds it"),
         # A step takes two blocks ahead.
-        (str(118_304 // 2), [1, 1, 3], "the KV tokens bound it"),
+        (str(149_071 // 2), [1, 1, 2], "the KV tokens bound it"),
     ):
         found = inspected(capsys, *pair, "--context", context)
         assert [found[name] for name in names] == counts and bound in found["at_context"]

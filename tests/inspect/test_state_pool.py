@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache import kv_cache_configurator as theirs
 
+from sglang_dflash.facts.pools import sglang_states
 from sglang_dflash.inspect.kv import GIB, state_pool
 from tests.seam.originals import original
 
@@ -60,10 +61,9 @@ def test_as_sglang_sizes_it(
 ) -> None:
     memory = int(gib * GIB)
     replay, snapshot = (0, BLOCK * STATE) if snapshots else (REPLAY, 0)
-    found = state_pool(memory, requests, STATE, replay, snapshot)
     # `serving.start.memory.size_state_pool` takes off what replay keeps before.
-    slots, running, left = by_sglang(
-        monkeypatch, memory - (requests + 1) * replay, requests, snapshots
-    )
+    rest = memory - (requests + 1) * replay
+    found = state_pool(sglang_states(rest, STATE, snapshot), requests, STATE, replay, snapshot)
+    slots, running, left = by_sglang(monkeypatch, rest, requests, snapshots)
     assert (found.slots, found.requests) == (slots, running)
     assert math.isclose((memory - found.total_bytes) / GIB, left, abs_tol=1e-6)

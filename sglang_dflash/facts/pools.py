@@ -1,0 +1,123 @@
+"""How the memory of a server's pools is divided: recurrent states beside K/V. No torch here.
+
+A server's sizing and `sglang-dflash inspect` call the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sglang_dflash.facts.sizes import Charge, GroupKV
+
+# SGLang's --mamba-full-memory-ratio, where none is given: memory of states over that of K/V.
+STATE_RATIO = 0.9
+# States that SGLang counts for a running request (`KVCacheConfigurator._calculate_mamba_ratio`)
+# with a prefix cache, extra buffers and overlap.
+STATES_PER_REQUEST = 5
+# A session counts as one of so many tokens, or of the longest request that the server takes if that
+# is shorter.
+SESSION_TOKENS = 32768
+# More than any pool of K/V holds.
+_MOST_TOKENS = 2**62
+
+
+def running_requests(requests: int, states: int, per_request: int = STATES_PER_REQUEST) -> int:
+    """Requests that so many recurrent states let run.
+
+    Args:
+        requests: --max-running-requests.
+        per_request: states that SGLang counts for each.
+    """
+    return min(requests, max(0, states) // per_request)
+
+
+def sglang_states(
+    memory: int, state: int, snapshot: int = 0, per_request: int = STATES_PER_REQUEST
+) -> int:
+    """States by SGLang's split (`KVCacheConfigurator._handle_max_mamba_cache`); 0 or less if none
+    fits.
+
+    Args:
+        memory: bytes for states, the K/V of target and draft, and draft steps.
+        state: bytes of a state.
+        snapshot: bytes that verification keeps of a request; 0 with replay.
+    """
+    budget = memory * STATE_RATIO / (1 + STATE_RATIO)
+    return int((budget - state - snapshot) // (state + snapshot / per_request))
+
+
+class StateDemand(NamedTuple):
+    """What the number of recurrent states follows from, beside the memory.
+
+    Attributes:
+        requests: --max-running-requests.
+        per_request: states that SGLang counts for a running request.
+        state: bytes of a state.
+        token: bytes of a token's K/V: the target's, and that of draft layers without a ring.
+        ring: bytes of draft K/V in rings, per running request.
+        context: tokens of a request, at most; None if that is not known.
+        most_tokens: --max-total-tokens; None if it is not given.
+    """
+
+    requests: int
+    per_request: int
+    state: int
+    token: int
+    ring: int
+    context: int | None
+    most_tokens: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[GroupKV],
+        *,
+        requests: int,
+        per_request: int = STATES_PER_REQUEST,
+        state: int,
+        target_token: int,
+        context: int | None,
+        most_tokens: int | None = None,
+    ) -> StateDemand:
+        """The demand of a server with these groups of draft layers, whose rings are for all of its
+        requests."""
+        charge = Charge.of(groups, _MOST_TOKENS)
+        token, ring = target_token + charge.per_token, charge.once // requests
+        return cls(requests, per_request, state, token, ring, context, most_tokens)
+
+
+def default_states(memory: int, steps: int, demand: StateDemand) -> int:
+    """States of a server that replays, where no flag says how many.
+
+    As many as SGLang counts for the requests that its own split would let run, and one for every
+    session of `SESSION_TOKENS` whose K/V the pool holds beside them; never more than by that split.
+    With --max-total-tokens, also what the K/V leaves.
+
+    Args:
+        memory: bytes for states, the K/V of target and draft, and draft steps.
+        steps: bytes of draft steps.
+    """
+    requests, per_request, state, token, ring, context, most_tokens = demand
+    most = sglang_states(memory, state, per_request=per_request)
+    running = running_requests(requests, most, per_request)
+    # SGLang has a state more, for padding.
+    left = memory - steps - running * ring - state
+    session = token * min(context or SESSION_TOKENS, SESSION_TOKENS)
+    # Of the sessions that the K/V holds, those that do not run need a state each.
+    sessions = (left - (per_request - 1) * running * state) // (state + session)
+    states = per_request * running + max(0, sessions - running)
+    if most_tokens is not None:
+        states = max(states, (left - most_tokens * token) // state)
+    return min(most, states) if running else most
+
+
+def at_a_time(tokens: int, running: int, context: int, reserved: int) -> int:
+    """Requests of `context` tokens, the answer included, that run at a time.
+
+    Args:
+        tokens: of the target's KV pool.
+        running: requests that run at a time, however short.
+        reserved: tokens that a verify step takes ahead of each.
+    """
+    return min(running, tokens // (context + reserved))
