@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 from sglang_dflash.repairs.seams import SEAMS as REPAIRS
 from sglang_dflash.seam.seam import Seam
-from sglang_dflash.serving.seams import REPLAY_SEAMS, SAMPLING_SEAMS, SEAMS, WORKER_SEAMS
+from sglang_dflash.serving.seams import (
+    BUILTIN_SEAMS,
+    REPLAY_SEAMS,
+    SAMPLING_SEAMS,
+    SEAMS,
+    WORKER_SEAMS,
+)
 
 _COLUMNS = 96
 
@@ -41,6 +47,7 @@ def groups() -> list[Group]:
             SAMPLING_SEAMS,
         ),
         Group("dflash", "a scheduler whose recurrent layers are replayed", REPLAY_SEAMS),
+        Group("dflash", "a scheduler that SGLang's worker serves", BUILTIN_SEAMS),
         Group(
             "dflash_repairs", "every process of SGLang",
             [row for row in REPAIRS if row not in SAMPLING_SEAMS],
