@@ -205,10 +205,9 @@ def _walk(scene: Scene, args: Any, kwargs: Any) -> Traffic:
 
 
 def _take_match(scene: Scene, args: Any, kwargs: Any) -> Traffic:
-    """All drafts are replaced."""
-    requests, block = args[1].shape
-    drafts = requests * (block - 1)
-    return lookup.take_traffic(requests, max(scene.lengths), block, seen=drafts, taken=drafts)
+    """All tokens that follow stand in the text."""
+    requests, count = args[1].shape
+    return lookup.take_traffic(requests, max(scene.lengths), count, in_text=requests * count)
 
 
 KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {

@@ -7,7 +7,8 @@ all rules see the same text, and nothing has to be served.
 
 Texts: the target's greedy answers to the built-in `chat` prompts, its answers to them at
 temperature 1 (`sampled`), its greedy answers to each file of --prompts (`python -m experiments
-prompts` writes some), and, given, characters that repeat nothing (`random`).
+prompts` writes some), and, given, characters that repeat nothing (`random`). Of all but the
+sampled ones also with better drafts: each token is right with that chance.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import string
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +29,10 @@ from torch import Tensor
 from experiments import recorded
 from sglang_dflash.bench import datasets
 from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.lookup import continue_seen, seen_before
+from sglang_dflash.drafting.draft_source import DraftSource
+from sglang_dflash.drafting.lookup import seen_before
 from sglang_dflash.drafting.options import Options as DraftOptions
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
@@ -39,6 +43,8 @@ from sglang_dflash.transformers_loop.target_cache import captured_hidden
 
 TOKENS, BATCH = 160, 32
 WIDEST, CONTEXT = 32, 32000
+# Chances that each token of a better draft is right.
+BETTER = (0.75, 0.9)
 SAMPLED = "sampled"
 
 
@@ -67,24 +73,54 @@ class Position(NamedTuple):
     seen: list[int]
 
 
+Rule = Callable[[Position], list[int]]
+
+
 def accepted(proposal: list[int], rest: list[int]) -> int:
     """Tokens that agree, from the first on."""
     agree = (a == b for a, b in zip(proposal, rest, strict=False))
     return next((i for i, same in enumerate(agree) if not same), min(len(proposal), len(rest)))
 
 
-def seen_from(least: int) -> Callable[[Position], list[int]]:
+def padded(tokens: list[int], count: int) -> list[int]:
+    """The first `count` tokens, and none after the last one."""
+    return (tokens + [-1] * count)[:count]
+
+
+def seen_from(least: int) -> Rule:
     """Lookup at a match of `least` tokens, else the draft."""
     return lambda at: at.seen[: len(at.drafts)] if at.match >= least else at.drafts
 
 
-def agreed(long: int, first: int = 1, width: int | None = None) -> Callable[[Position], list[int]]:
-    """And at a match of 2 tokens, if the draft begins with the same `first` ones."""
+def agreed(long: int) -> Rule:
+    """And at a match of 2 tokens, if the draft begins with the same one."""
 
     def rule(at: Position) -> list[int]:
-        same = at.seen[:first] == at.drafts[:first]
-        taken = at.match >= long or (at.match >= 2 and same)
-        return at.seen[: width or len(at.drafts)] if taken else at.drafts
+        taken = at.match >= long or (at.match >= 2 and at.seen[:1] == at.drafts[:1])
+        return at.seen[: len(at.drafts)] if taken else at.drafts
+
+    return rule
+
+
+def learned(width: int | None = None) -> Rule:
+    """The server's, for one request at a time: `DraftSource`, from its first step on."""
+    source = DraftSource(width or WIDEST, torch.device("cpu"))
+
+    def rule(at: Position) -> list[int]:
+        count = len(at.drafts) if width is None else width - 1
+        drafts, seen = (
+            torch.tensor([padded(at.drafts, count)]),
+            torch.tensor([padded(at.seen, count)]),
+        )
+        match = torch.tensor([at.match])
+        classes = source.classes(match, drafts, seen)
+        proposal = (seen if source.looks_up(classes, count) else drafts)[0].tolist()
+        right = accepted(proposal, at.rest)
+        # At a text's end the target's own tokens are not known.
+        tokens = torch.tensor([padded(at.rest, count + 1)])
+        outcome = Accepted(torch.tensor([right + 1]), tokens, drafts)
+        source.learn(classes, torch.stack((drafts, seen)), outcome)
+        return proposal
 
     return rule
 
@@ -93,14 +129,14 @@ def best(at: Position) -> list[int]:
     return max(at.drafts, at.seen[: len(at.drafts)], key=lambda some: accepted(some, at.rest))
 
 
-RULES: dict[str, Callable[[Position], list[int]]] = {
-    "draft": lambda at: at.drafts,
-    "lookup": lambda at: at.seen[: len(at.drafts)] if at.match >= 3 else [],
-    **{f"match {n}": seen_from(n) for n in (2, 3, 4, 6, 8, 12)},
-    **{f"match {n}, or 2 and 1 agrees": agreed(n) for n in (3, 4, 6, 8)},
-    "match 8, or 2 and 2 agree": agreed(8, 2),
-    "best of both": best,
-    **{f"match 3, or 2 and 1 agrees, width {w}": agreed(3, width=w - 1) for w in (16, 32)},
+RULES: dict[str, Callable[[], Rule]] = {
+    "draft": lambda: lambda at: at.drafts,
+    "lookup": lambda: lambda at: at.seen[: len(at.drafts)] if at.match >= 3 else [],
+    **{f"match {n}": partial(seen_from, n) for n in (2, 3, 4, 8)},
+    **{f"match {n}, or 2 and 1 agrees": partial(agreed, n) for n in (3, 4)},
+    "learned": learned,
+    "best of both": lambda: best,
+    **{f"learned, width {w}": partial(learned, w) for w in (16, 32)},
 }
 
 
@@ -146,14 +182,14 @@ def replay(
         rows = torch.zeros_like(at)
         drafts = drafter.propose(text[at], RequestSlots(slots[None].int(), rows, at, total))[:, 1:]
         known = RequestSlots(text[None].int(), rows, at, total - 1)
-        match, seen = seen_before(text[at, None], known.req_to_token, known, WIDEST - 1)
-        parts: list[Tensor] = [drafts, match[:, 0], seen]
+        match, seen = seen_before(text[at], known.req_to_token, known, WIDEST - 1)
+        parts: list[Tensor] = [drafts, match, seen]
         for i, *three in zip(at.tolist(), *(part.tolist() for part in parts), strict=True):
             found.append(Position(text[i + 1 :].tolist(), *three))
     return found
 
 
-def tokens_per_step(positions: list[Position], rule: Callable[[Position], list[int]]) -> float:
+def tokens_per_step(positions: list[Position], rule: Rule) -> float:
     at, steps = 0, 0
     while at < len(positions):
         at += accepted(rule(positions[at]), positions[at].rest) + 1
@@ -161,24 +197,36 @@ def tokens_per_step(positions: list[Position], rule: Callable[[Position], list[i
     return len(positions) / steps
 
 
+def better_draft(replays: list[list[Position]], chance: float) -> list[list[Position]]:
+    """The same positions with drafts that are right with that chance in each place."""
+    rng = random.Random(0)
+
+    def drafts(at: Position) -> list[int]:
+        tokens = padded(at.rest, len(at.drafts))
+        return [token if rng.random() < chance else -1 for token in tokens]
+
+    return [[at._replace(drafts=drafts(at)) for at in positions] for positions in replays]
+
+
 def by_rule(replays: list[list[Position]]) -> dict[str, float]:
     """Tokens per step of all texts together."""
     tokens = sum(map(len, replays))
-    steps = {
-        name: sum(len(positions) / tokens_per_step(positions, rule) for positions in replays)
-        for name, rule in RULES.items()
-    }
+    steps = dict.fromkeys(RULES, 0.0)
+    for name, make in RULES.items():
+        rule = make()
+        for positions in replays:
+            steps[name] += len(positions) / tokens_per_step(positions, rule)
     return {name: round(tokens / taken, 3) for name, taken in steps.items()}
 
 
 def lookup_ms(block: int) -> float:
     """Milliseconds of a lookup in a text of `CONTEXT` tokens that hold anything; a median."""
     text = torch.randint(2000, (1, CONTEXT + block), dtype=torch.int32)
-    ids, row, length = text[:, -block:].long(), torch.tensor([0]), torch.tensor([CONTEXT])
+    newest, row, length = text[:, -block].long(), torch.tensor([0]), torch.tensor([CONTEXT])
     times = []
     for _ in range(12):
         began = time.perf_counter()
-        continue_seen(ids.clone(), text, RequestSlots(text, row, length, CONTEXT), 2000)
+        seen_before(newest, text, RequestSlots(text, row, length, CONTEXT), block - 1)
         times.append(time.perf_counter() - began)
     return round(1000 * statistics.median(times[2:]), 3)
 
@@ -192,7 +240,10 @@ def run(options: Options) -> dict[str, Any]:
     for kind, prompts in tasks(options.prompts).items():
         chosen = datasets.select(prompts, options.texts, seed=0)
         ids = [datasets.encode_turn(pair.tokenizer, prompt, [], None) for prompt in chosen]
-        rows[kind] = by_rule([replay(pair, one, None, kind != SAMPLED) for one in ids])
+        replays = [replay(pair, one, None, kind != SAMPLED) for one in ids]
+        rows[kind] = by_rule(replays)
+        if kind != SAMPLED:
+            rows |= {f"{kind} {p}": by_rule(better_draft(replays, p)) for p in BETTER}
     given = noise(pair.tokenizer, options.texts)
     rows["random"] = by_rule([replay(pair, *texts, greedy=True) for texts in given])
     block = pair.draft.config.block_size
@@ -204,9 +255,9 @@ def table(result: dict[str, Any]) -> list[str]:
     if "cases" in result:
         return recorded.table(result)
     kinds = list(result["rows"])
-    lines = [f"{'tokens per step':32}" + "".join(f"{kind:>9}" for kind in kinds)]
+    lines = [f"{'tokens per step':32}" + "".join(f"{kind:>15}" for kind in kinds)]
     lines.append(f"lookup in {result['context']} tokens takes {result['lookup_ms']} ms")
     return lines + [
-        f"{rule:32}" + "".join(f"{result['rows'][kind][rule]:9.2f}" for kind in kinds)
+        f"{rule:32}" + "".join(f"{result['rows'][kind][rule]:15.2f}" for kind in kinds)
         for rule in RULES
     ]

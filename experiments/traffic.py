@@ -151,7 +151,7 @@ def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene)
         ids = drafter.propose(torch.empty_like(lengths), known, noise)[LIKELIEST]
     tokens = ids.numel()
     with counted(scene) as lookup:
-        model.ops.continue_seen(ids, table, known, config.vocab_size)
+        model.ops.seen_before(torch.empty_like(lengths), table, known, block - 1)
     hidden = torch.empty(tokens, config.target_hidden_width)
     targets, flat = torch.empty_like(ids), torch.empty(tokens, dtype=torch.int64)
     with counted(scene) as commit:

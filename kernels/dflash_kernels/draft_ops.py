@@ -12,7 +12,7 @@ from dflash_kernels.add_rms_norm import add_rms_norm
 from dflash_kernels.candidates import MOST, candidates
 from dflash_kernels.convolve import convolve
 from dflash_kernels.largest import largest
-from dflash_kernels.lookup import continue_seen
+from dflash_kernels.lookup import seen_before
 from dflash_kernels.prepare_block import prepare_block
 from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
 from dflash_kernels.silu_mul import silu_mul
@@ -157,10 +157,10 @@ class TritonOps(TorchOps):
         accept(lengths, bonus, block, target_tokens)
         return Accepted(lengths, target_tokens, bonus)
 
-    def continue_seen(
-        self, block: Tensor, texts: Tensor, requests: RequestSlots, vocab_size: int
-    ) -> Tensor:
-        return continue_seen(block, texts, requests, vocab_size)
+    def seen_before(
+        self, bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
+    ) -> tuple[Tensor, Tensor]:
+        return seen_before(bonus, texts, requests, count)
 
 
 def _rows(x: Tensor) -> Tensor:

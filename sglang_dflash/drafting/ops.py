@@ -19,7 +19,7 @@ from sglang_dflash.drafting import acceptance
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
 from sglang_dflash.drafting.kv import Tags, store_
-from sglang_dflash.drafting.lookup import continue_seen
+from sglang_dflash.drafting.lookup import seen_before
 from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
 from sglang_dflash.drafting.rope import Rotary, rotate
 from sglang_dflash.facts.draft_config import Reach
@@ -228,11 +228,11 @@ class TorchOps:
         """`acceptance.accept`."""
         return acceptance.accept(block, target_tokens)
 
-    def continue_seen(
-        self, block: Tensor, texts: Tensor, requests: RequestSlots, vocab_size: int
-    ) -> Tensor:
-        """`lookup.continue_seen`."""
-        return continue_seen(block, texts, requests, vocab_size)
+    def seen_before(
+        self, bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """`lookup.seen_before`."""
+        return seen_before(bonus, texts, requests, count)
 
 
 def candidate_scores(

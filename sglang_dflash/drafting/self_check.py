@@ -16,6 +16,7 @@ from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import Tags, store_
+from sglang_dflash.drafting.lookup import SHORTEST_MATCH
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise
 from sglang_dflash.drafting.ops import TorchOps, candidate_scores
@@ -246,9 +247,12 @@ def _cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         tags = Tags(entry_of, owner, in_use)
         return ops.slot_table(requests, WHOLE_CONTEXT, tags), in_use
 
-    def continue_seen(ops: TorchOps) -> Sequence[Tensor]:
-        ids = drafts.clone()
-        return ops.continue_seen(ids, texts, requests, 2), ids
+    def seen_before(ops: TorchOps) -> Sequence[Tensor]:
+        newest = drafts[:, 0].contiguous()
+        lengths, seen = ops.seen_before(newest, texts, requests, verify_block - 1)
+        # Shorter matches are not used.
+        is_match = lengths >= SHORTEST_MATCH
+        return lengths.where(is_match, 0), seen.where(is_match[:, None], 0)
 
     cases: Cases = {
         "add_rms_norm": lambda ops: ops.add_rms_norm(
@@ -264,7 +268,7 @@ def _cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         # Of scores that are equal but for rounding, either token is right.
         "largest": lambda ops: ops.largest(logits, noise, 0)[:1],
         "accept": lambda ops: ops.accept(drafts, target),
-        "continue_seen": continue_seen,
+        "seen_before": seen_before,
     }
     return cases | _dflash2_cases(model, block)
 

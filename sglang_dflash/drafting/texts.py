@@ -1,20 +1,32 @@
-"""The texts of running requests: drafts are looked up in them (`lookup.py` has the rule).
+"""The texts of running requests: drafts are looked up in them (`lookup.py`).
 
-Letters in shapes: R requests, B block positions.
+Letters in shapes: R requests; W positions of a step.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
+from sglang_dflash.drafting.draft_source import DraftSource
 from sglang_dflash.drafting.ops import TorchOps
 
 # What stands for ids that the table does not hold, such as hashes of images.
 _NO_TOKEN = 2**31 - 1
+
+
+class _Step(NamedTuple):
+    """Attributes: see `DraftSource.learn`, and the requests whose drafts were looked up."""
+
+    classes: Tensor
+    by_source: Tensor
+    looked_up: Tensor
 
 
 class Lookup:
@@ -35,13 +47,15 @@ class Lookup:
     ) -> None:
         """
         Args:
-            verify_block: B, of the blocks that are verified. The draft's may be shorter.
+            verify_block: positions of a step, at most.
             counters: the drafter's.
         """
         self.texts = torch.zeros_like(req_to_token, dtype=torch.int32)
-        self._verify_block = verify_block
+        self._source = DraftSource(verify_block, req_to_token.device)
+        # Always as many: a kernel is compiled for their number.
+        self._count = verify_block - 1
         self._ops, self._vocab_size, self._counters = ops, vocab_size, counters
-        self._taken: Tensor | None = None
+        self._step: _Step | None = None
 
     def write(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Enter tokens. Of a block it may be drafts, too: those that are not accepted are
@@ -52,14 +66,28 @@ class Lookup:
         """
         self.texts[rows, positions] = tokens.clamp(max=_NO_TOKEN).int()
 
-    def fill(self, drafted: Tensor, requests: RequestSlots) -> Tensor:
-        """Blocks int64 `[R, B]`: the draft's, of up to B tokens, or by `continue_seen`, of the ops.
-        After a draft's last token there is a token that is hardly accepted."""
-        block = F.pad(drafted, (0, self._verify_block - drafted.shape[1]))
-        self._taken = self._ops.continue_seen(block, self.texts, requests, self._vocab_size)
-        return block
+    def fill(self, drafted: Tensor, requests: RequestSlots, width: int) -> Tensor:
+        """The block that a step verifies, int64 `[R, W]`: the draft's, or what the text has held.
+        After a draft's last token there is a token that is hardly accepted.
 
-    def learn(self, lengths: Tensor) -> None:
-        """Count what was accepted of the block: int64 `[R]` tokens, bonus tokens included."""
-        if self._taken is not None:
-            self._counters.add_sources(self._taken, lengths - 1)
+        Args:
+            drafted: int64 `[R, B]`, the bonus tokens and the draft's.
+            width: W, at least 2.
+        """
+        bonus, drafts = drafted[:, 0].contiguous(), drafted[:, 1:width]
+        drafts = F.pad(drafts, (0, width - 1 - drafts.shape[1]))
+        lengths, seen = self._ops.seen_before(bonus, self.texts, requests, self._count)
+        seen = seen[:, : width - 1]
+        # Ids of images are none of the vocabulary.
+        seen = seen.where((seen >= 0) & (seen < self._vocab_size), drafts)
+        classes = self._source.classes(lengths, drafts, seen)
+        looked_up = self._source.looks_up(classes, width - 1)
+        self._step = _Step(classes, torch.stack((drafts, seen)), looked_up)
+        return torch.cat((bonus[:, None], seen.where(looked_up[:, None], drafts)), 1)
+
+    def learn(self, accepted: Accepted) -> None:
+        """Take in what was accepted of the block."""
+        if self._step is not None:
+            classes, by_source, looked_up = self._step
+            self._counters.add_sources(looked_up, accepted.lengths - 1)
+            self._source.learn(classes, by_source, accepted)

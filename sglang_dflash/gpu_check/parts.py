@@ -182,7 +182,8 @@ def alone(
     lengths = torch.full((requests,), TEXT, device=device)
     noise = BlockNoise(ints(2**62, requests), torch.ones(requests, device=device), lengths)
     greedy = noise._replace(temperatures=torch.zeros_like(noise.temperatures))
-    ids, texts = ints(vocabulary, requests, block), ints(vocabulary, requests + 1, TEXT + block)
+    ids, bonus = ints(vocabulary, requests, block), ints(vocabulary, requests)
+    texts = ints(vocabulary, requests + 1, TEXT + block)
     known = RequestSlots(texts.int(), 1 + torch.arange(requests, device=device), lengths, TEXT)
     once = logits.numel() * logits.element_size()
     found = sum(lookup.find_traffic([TEXT] * requests, TEXT))
@@ -191,7 +192,7 @@ def alone(
         "largest, sampled": (lambda: ops.largest(logits, noise, 0), once),
         "accept": (lambda: ops.accept(ids, ids), sum(accept.traffic(requests, block))),
         "lookup": (
-            lambda: ops.continue_seen(ids, known.req_to_token, known, vocabulary), found
+            lambda: ops.seen_before(bonus, known.req_to_token, known, block - 1), found
         ),
     }  # fmt: skip
     selector, weights = config.selector, model.candidate_selector

@@ -1,8 +1,8 @@
-"""What `continue_seen` proposes, by its description: loops over lists."""
+"""What `seen_before` finds, by its description: loops over lists."""
 
 from __future__ import annotations
 
-from sglang_dflash.drafting.lookup import LONG_MATCH, LONGEST_MATCH, SHORT_MATCH
+from sglang_dflash.drafting.lookup import LONGEST_MATCH, SHORTEST_MATCH
 
 
 def agreement(text: list[int], end: int) -> int:
@@ -13,15 +13,13 @@ def agreement(text: list[int], end: int) -> int:
     return length
 
 
-def continued(text: list[int], drafts: list[int], vocab_size: int) -> tuple[list[int], bool]:
-    """The drafts after a text, which ends with its newest token, and whether they are replaced."""
+def continued(text: list[int], count: int) -> tuple[int, list[int]]:
+    """The match of a text, which ends with its newest token, and the tokens that follow it; 0 and
+    none if fewer than `SHORTEST_MATCH` tokens agree."""
     length, end = max(((agreement(text, end), end) for end in range(len(text) - 1)), default=(0, 0))
-    if length == 0:
-        return drafts, False
+    if length < SHORTEST_MATCH:
+        return 0, []
     grown = list(text)
-    for i in range(len(drafts)):
+    for i in range(count):
         grown.append(grown[end + 1 + i])
-    seen = grown[len(text) :]
-    if length < LONG_MATCH and not (length >= SHORT_MATCH and seen[0] == drafts[0]):
-        return drafts, False
-    return [s if 0 <= s < vocab_size else d for s, d in zip(seen, drafts, strict=True)], True
+    return length, grown[len(text) :]

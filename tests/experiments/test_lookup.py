@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from experiments.lookup import RULES, Position, accepted, by_rule, tasks, tokens_per_step
+from experiments.lookup import (
+    RULES,
+    Position,
+    accepted,
+    better_draft,
+    by_rule,
+    tasks,
+    tokens_per_step,
+)
 
 # Blocks of four. The text continues as 1 2 3 4 5 6; what follows a rejection was not seen before.
 SEEN_LATE = [
@@ -38,9 +46,27 @@ def test_agreeing_tokens() -> None:
 def test_steps_of_a_rule(rule: str, steps: int) -> None:
     if rule == "lookup":
         wrong = [at._replace(seen=[9] * 6) for at in SEEN_LATE]
-        assert tokens_per_step(wrong, RULES[rule]) == len(SEEN_LATE) / steps
+        assert tokens_per_step(wrong, RULES[rule]()) == len(SEEN_LATE) / steps
     else:
-        assert tokens_per_step(SEEN_LATE, RULES[rule]) == len(SEEN_LATE) / steps
+        assert tokens_per_step(SEEN_LATE, RULES[rule]()) == len(SEEN_LATE) / steps
+
+
+def test_a_server_learns_which_source_is_better() -> None:
+    """As with a match of 3, or of 2 that agrees, at first; then what was seen was never right."""
+    wrong = [at._replace(match=3, seen=[9] * 6, drafts=at.rest[:3]) for at in SEEN_LATE * 40]
+    fixed, learned, draft = (
+        tokens_per_step(wrong, RULES[rule]()) for rule in ("match 3", "learned", "draft")
+    )
+    assert fixed == 1 and learned > 0.9 * draft
+
+
+def test_a_better_draft_is_right_with_its_chance() -> None:
+    for chance, right in ((0.0, 0), (1.0, 3)):
+        (positions,) = better_draft([SEEN_LATE[:4]], chance)
+        assert [accepted(at.drafts, at.rest) for at in positions] == [right] * 4
+        assert [at._replace(drafts=[]) for at in positions] == [
+            at._replace(drafts=[]) for at in SEEN_LATE[:4]
+        ]
 
 
 def test_kinds_of_text_are_chats_and_files(tmp_path: Path) -> None:

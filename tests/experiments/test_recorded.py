@@ -41,7 +41,7 @@ def test_matches_are_those_of_the_server() -> None:
     for at in range(100, 299):
         row, length = torch.tensor([0]), torch.tensor([at - 1])
         requests = RequestSlots(table_, row, length, at - 1)
-        match, seen = seen_before(torch.tensor([[ids[at - 1]]]), table_.clone(), requests, 7)
+        match, seen = seen_before(torch.tensor([ids[at - 1]]), table_.clone(), requests, 7)
         length_, source = text.match(at)
         # The server does not take a match of one.
         if length_ >= 2:

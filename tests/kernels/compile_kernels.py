@@ -184,17 +184,12 @@ def step_cases(config: DraftConfig) -> list[Case]:
     """What runs once per step."""
     block = config.block_size
     sizes = {"B": block, "BLOCK": prepare_block.BLOCK}
-    wide = triton.next_power_of_2(block)
-    taken = {
-        "LONG": lookup.LONG_MATCH,
-        "SHORT": lookup.SHORT_MATCH,
-        "PIECES": lookup.PIECES,
-        "BLOCK": wide,
-    }
+    following = triton.next_power_of_2(block - 1)
+    taken = {"PIECES": lookup.PIECES, "BLOCK": following}
     one_warp = {"num_warps": 1}
     return [
         Case(f"prepare_block b{block}", prepare_block.prepare_block_kernel, sizes),
-        Case(f"take_match b{wide}", lookup.take_match_kernel, taken, options=one_warp),
+        Case(f"take_match b{following}", lookup.take_match_kernel, taken, options=one_warp),
     ]
 
 

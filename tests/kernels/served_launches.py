@@ -156,7 +156,7 @@ def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
         noise = BlockNoise(accepted.lengths, torch.zeros(count), accepted.bonus)
         drafter._drafter.propose(accepted.bonus, requests, noise)
         drafter._drafter.propose(accepted.bonus, requests)
-        ops.continue_seen(ids, table[:, : COLUMNS - 7], requests, CONFIG.vocab_size)
+        ops.seen_before(accepted.bonus, table[:, : COLUMNS - 7], requests, ids.shape[1] - 1)
         replay.commit(accepted.lengths, None)
         replay.commit(accepted.lengths, Checkpoints(rows, rows))
     width = CONFIG.target_hidden_width

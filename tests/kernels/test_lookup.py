@@ -7,68 +7,64 @@ import torch
 from dflash_kernels import lookup
 
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.lookup import continue_seen
+from sglang_dflash.drafting.lookup import SHORTEST_MATCH, seen_before
 from tests.drafting.lookup_reference import continued
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes
 
-# Lengths of texts before their newest tokens, how many different tokens they have, and the size of
-# the vocabulary: of two tokens, everything has been seen before; token 3 is no token of three.
+# Lengths of texts before their newest tokens, and how many different tokens they have: of two
+# tokens, everything has been seen before.
 CASES = {
-    "two-tokens": ([1, 2, 5, 40, 199], 2, 9),
-    "few": ([9, 60, 30, 200], 5, 9),
-    "many": ([120, 17, 200, 64], 30, 99),
-    "images": ([50, 200, 80, 3], 4, 3),
-    "begun": ([0, 1, 16], 2, 9),
-    "none": ([], 2, 9),
+    "two-tokens": ([1, 2, 5, 40, 199], 2),
+    "few": ([9, 60, 30, 200], 5),
+    "many": ([120, 17, 200, 64], 30),
+    "begun": ([0, 1, 16], 2),
+    "none": ([], 2),
 }
 
 
-@pytest.mark.parametrize(("lengths", "tokens", "vocab"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize("block", [2, 7, 16])
+@pytest.mark.parametrize(("lengths", "tokens"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("count", [1, 6, 15])
 def test_the_kernel_and_its_twin_find_the_same(
-    lengths: list[int], tokens: int, vocab: int, block: int, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int], tokens: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup, "PIECE", 32)
     monkeypatch.setattr(lookup, "PIECES", 2)
-    torch.manual_seed(block)
+    torch.manual_seed(count)
     rows = torch.arange(len(lengths), device=DEVICE).flip(0) + 1
     texts = torch.full((len(lengths) + 2, 230), GARBAGE, dtype=torch.int32, device=DEVICE)
-    given = torch.randint(tokens, (len(lengths), block), device=DEVICE)
-    expected, replaced = [], []
-    for row, length, (bonus, *drafts) in zip(rows, lengths, given.tolist(), strict=True):
+    newest = torch.randint(tokens, (len(lengths),), device=DEVICE)
+    expected = []
+    for row, length, bonus in zip(rows, lengths, newest.tolist(), strict=True):
         texts[row, :length] = torch.randint(tokens, (length,), device=DEVICE).int()
         # As if the newest token had stood after the text's end.
         texts[row, length:] = bonus
-        after, seen = continued([*texts[row, :length].tolist(), bonus], drafts, vocab)
-        expected.append([bonus, *after])
-        replaced.append(seen)
+        expected.append(continued([*texts[row, :length].tolist(), bonus], count))
     seq_lens = torch.tensor(lengths, dtype=torch.int64, device=DEVICE)
     requests = RequestSlots(texts, rows, seq_lens, max(lengths, default=0))
-    for run in (continue_seen, lookup.continue_seen):
+    for run in (seen_before, lookup.seen_before):
         canaries, before = Canaries(), texts.clone()
-        drafts = canaries.around(given)
-        taken = run(drafts, texts, requests, vocab)
-        assert taken.tolist() == replaced
-        assert drafts.tolist() == expected
+        matches, seen = run(canaries.around(newest), texts, requests, count)
+        assert seen.shape == (len(lengths), count) and seen.dtype == matches.dtype == torch.int64
+        found = zip(matches.tolist(), seen.tolist(), strict=True)
+        assert [(n, after) if n >= SHORTEST_MATCH else (0, []) for n, after in found] == expected
         assert canaries.are_alive() and torch.equal(texts, before)
 
 
 def test_bytes() -> None:
     """Without a match each token is read once; of a repeated text, once more per token that is
-    compared, and its continuation."""
-    lengths, block = [40, 24], 5
+    compared."""
+    lengths, count = [40, 24], 4
     texts = torch.arange(80, dtype=torch.int32, device=DEVICE).view(2, 40)
     rows, seq_lens = torch.arange(2, device=DEVICE), torch.tensor(lengths, device=DEVICE)
-    given = torch.full((2, block), 99, device=DEVICE)
+    newest = torch.full((2,), 99, device=DEVICE)
     requests = RequestSlots(texts, rows, seq_lens, 40)
-    with counted_bytes() as count:
-        lookup.continue_seen(given.clone(), texts, requests, 100)
-    once = lookup.take_traffic(2, 40, block, seen=2 * (block - 1))
-    count.check(lookup.find_traffic(lengths, 40) + once)
+    taken = lookup.take_traffic(2, 40, count, in_text=2 * count)
+    with counted_bytes() as counted:
+        lookup.seen_before(newest, texts, requests, count)
+    counted.check(lookup.find_traffic(lengths, 40) + taken)
     texts[1, 20:24] = texts[1, 3:7]
-    given[1, 0] = texts[1, 7]
-    with counted_bytes() as count:
-        lookup.continue_seen(given, texts, requests, 100)
+    newest[1] = texts[1, 7]
+    with counted_bytes() as counted:
+        lookup.seen_before(newest, texts, requests, count)
     # Five tokens agree, the one before them does not.
-    once = lookup.take_traffic(2, 40, block, seen=2 * (block - 1), taken=block - 1)
-    count.check(lookup.find_traffic(lengths, 40, compared=5) + once)
+    counted.check(lookup.find_traffic(lengths, 40, compared=5) + taken)

@@ -16,6 +16,7 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.lookup import LONGEST_MATCH
 from sglang_dflash.drafting.width import AdaptiveWidth
 from sglang_dflash.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
 from sglang_dflash.serving.hybrid.rollback import Replay, ReplayOps
@@ -53,9 +54,11 @@ WORKERS = pytest.mark.parametrize(
 )
 
 
-def replaces_all(block: Tensor, texts: Tensor, requests: RequestSlots, vocab_size: int) -> Tensor:
-    block[:, 1:] = texts[requests.rows, : block.shape[1] - 1].clamp(max=vocab_size - 1)
-    return torch.ones(len(block), dtype=torch.bool, device=block.device)
+def found_at_the_start(
+    bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
+) -> tuple[Tensor, Tensor]:
+    """As if all newest tokens stood before a text's first tokens, too."""
+    return torch.full_like(bonus, LONGEST_MATCH), texts[requests.rows, :count].long()
 
 
 @WORKERS
@@ -67,7 +70,7 @@ def test_a_decode_step_copies_nothing_and_reads_nothing(
     worker.drafter.counters = DraftCounters("cuda", pinned=True)
     if looks_up:
         # In place of the kernel: its twin is for a CPU, and reads how many places agree.
-        worker.lookup._ops = SimpleNamespace(continue_seen=replaces_all)
+        worker.lookup._ops = SimpleNamespace(seen_before=found_at_the_start)
     gpu.crossings.clear()
     result = worker.forward_batch_generation(batch)
     # The counters of the draft, which the host reads a step later.

@@ -12,12 +12,13 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
-from sglang_dflash.drafting.acceptance import Accepted
+from sglang_dflash.drafting.acceptance import Accepted, accept
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.serving.step.batch import draft_input
 from tests.serving.in_process import (
     COLUMNS,
     ROWS,
+    VOCAB,
     decode_of,
     prefill_of,
     widths_of,
@@ -104,16 +105,27 @@ def test_drafts_are_looked_up_and_counted(verify_block: int | None) -> None:
     lengths = torch.tensor([9, 9])
     known = RequestSlots(worker.req_to_token, torch.tensor([1, 2]), lengths, 9)
     drafted = torch.tensor([[4, 20, 20, 20], [11, 20, 20, 20]])
-    block = worker.lookup.fill(drafted, known)
+    block = worker.lookup.fill(drafted, known, worker.verify_block)
     # The rest of the block is no draft.
     rest = worker.verify_block - 4
     assert block[0].tolist() == [4, *([5, 6, 3, 4] * 8)[: 3 + rest]]
     assert block[1].tolist() == [11, 20, 20, 20, *[0] * rest]
-    worker.lookup.learn(torch.tensor([4, 1]))
+    worker.lookup.learn(accept(block, torch.tensor([[5, 6, 3, 9] + [9] * rest, [9] * (4 + rest)])))
     worker.drafter.counters.send()
     report = worker.figures.report()
     assert report["steps_by_source"] == {"draft": 1, "lookup": 1}
     assert report["accepted_drafts_by_source"] == {"draft": 0, "lookup": 3}
+
+
+def test_ids_of_images_are_not_proposed() -> None:
+    worker = worker_of(looks_up=True)
+    text = [*PROMPTS[0][:5], 2**31 - 1, VOCAB, *PROMPTS[0][:4]]
+    worker.lookup.texts[1, : len(text)] = torch.tensor(text)
+    known = RequestSlots(
+        worker.req_to_token, torch.tensor([1]), torch.tensor([len(text)]), len(text)
+    )
+    drafted = torch.tensor([[3, 20, 21, 22]])
+    assert worker.lookup.fill(drafted, known, 4).tolist() == [[3, 20, 21, 3]]
 
 
 def test_a_prompt_in_pieces_and_decoding_requests_beside_it() -> None:

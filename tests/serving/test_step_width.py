@@ -324,8 +324,11 @@ def test_other_work_counts_for_no_step(device: str, stream: Stream) -> None:
     assert [*found, *clock.begins()] == [(2.0, *B), (4.0, *C)]
 
 
-def test_only_drafts_that_a_step_verifies_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, rows = worker_of(None, widths=widths_of(Scripted([2, 4]))), []
+@pytest.mark.parametrize("looks_up", [False, True])
+def test_only_drafts_that_a_step_verifies_are_computed(
+    looks_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, rows = worker_of(looks_up=looks_up, widths=widths_of(Scripted([2, 4]))), []
     head = worker.drafter.head
     monkeypatch.setattr(
         worker.drafter, "head", lambda hidden, *how: rows.append(hidden.shape) or head(hidden, *how)

@@ -82,11 +82,13 @@ class ServerFlags:
         choices=("auto", "adaptive", "fixed"),
     )
     lookup: str = setting(
-        "off",
-        "Whether drafts are also looked up in the request's own text: for answers that repeat "
-        "parts of it, such as edits and quotes. With more --speculative-num-draft-tokens than the "
-        "draft was trained with, lookup fills the rest of a block. Default: off.",
-        choices=("on", "off"),
+        "auto",
+        "Whether drafts are also looked up in the request's own text, for answers that repeat "
+        "parts of it, such as edits and quotes; they are verified where they were right more often "
+        "than the draft's. With more --speculative-num-draft-tokens than the draft was trained "
+        "with, lookup fills the rest of a block. 'auto' is on on a CPU and off elsewhere. Default: "
+        "auto.",
+        choices=("auto", "on", "off"),
     )
     request_guard: str = setting(
         "on",
@@ -278,7 +280,7 @@ def options(server_args: Any, resolved: Any) -> Options:
         sinks=resolved.speculative_draft_sink_size or 0,
         draft_kv_tokens=ours.draft_kv_tokens,
         recurrent_rollback=ours.recurrent_rollback,
-        looks_up=ours.lookup == "on",
+        looks_up=ours.lookup == "on" or (ours.lookup == "auto" and _device(resolved) == "cpu"),
     )
 
 

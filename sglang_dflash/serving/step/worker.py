@@ -160,7 +160,7 @@ class DFlashWorker:
             publish(new_seq_lens)
             self._sampled_drafts.learn(guesses, accepted)
             if self.lookup is not None and step.width > 1:
-                self.lookup.learn(accepted.lengths)
+                self.lookup.learn(accepted)
         with self.figures.times.phase("commit"):
             self._commit(batch, step, target.logits_output, accepted)
             self.drafter.counters.send()
@@ -194,12 +194,10 @@ class DFlashWorker:
         longest = int(host_lengths(batch).max())
         requests = RequestSlots(self.req_to_token, step.rows, step.seq_lens, longest)
         noise = sampling.block_noise(batch.sampling_info, step.seq_lens)
-        # Lookup may put copied tokens after any draft.
-        width = step.width if self.lookup is None else None
-        drafted = self.drafter.propose(bonus, requests, noise, width)
+        drafted = self.drafter.propose(bonus, requests, noise, step.width)
         block, guesses = self._sampled_drafts.choose(drafted, noise)
         if self.lookup is not None:
-            block = self.lookup.fill(block, requests)
+            block = self.lookup.fill(block, requests, step.width)
         return self.ranks.drafts(block[:, : step.width].contiguous()), guesses
 
     def _verify(
