@@ -62,7 +62,10 @@ def test_the_better_source_is_found_whichever_is_verified() -> None:
             classes = torch.tensor(list(chances))
             text = [[rng.randrange(9) for _ in range(5)] for _ in chances]
             pairs = [
-                [[t if rng.random() < p else 99 for t in row] for row, p in zip(text, ps)]
+                [
+                    [t if rng.random() < p else 99 for t in row]
+                    for row, p in zip(text, ps, strict=True)
+                ]
                 for ps in zip(*chances.values(), strict=True)
             ]
             taken = source.looks_up(classes, 5).tolist()
