@@ -98,7 +98,7 @@ HUB = {
         lambda row: ["\n\n".join(filter(None, (row["instruction"], row["input"])))],
     ),
 }
-BUILT_IN = ("demo", "stdlib", "chat")
+BUILT_IN = ("demo", "stdlib", "chat", "code", "edits")
 # What people ask an assistant; no text of ours was trained on it.
 CHAT = Path(__file__).parent / "chat.jsonl"
 NAMES = (*BUILT_IN, *HUB)
@@ -124,6 +124,8 @@ def load(name: str, count: int, *, model: str | None = None, seed: int = 0) -> l
         found = stdlib_functions()
     elif name == "chat":
         found = from_file(CHAT)
+    elif name in ("code", "edits"):
+        found = [_asked(name, function) for function in held_out_functions() if is_short(function)]
     else:
         texts = demo_pair(model or "dense").prompts
         if not texts:
@@ -137,9 +139,22 @@ def select(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
     return random.Random(seed).sample(prompts, min(count, len(prompts)))
 
 
-def stdlib_functions() -> list[Prompt]:
-    """The first half of every function of the held-out modules that is not too short, to be
-    continued."""
+class Function(NamedTuple):
+    """A function of the library.
+
+    Attributes:
+        name: of it.
+        lines: its source, not indented.
+        document: lines up to the end of its docstring; 0 without one.
+    """
+
+    name: str
+    lines: tuple[str, ...]
+    document: int
+
+
+def held_out_functions() -> list[Function]:
+    """The functions of the held-out modules that have 8 lines or more."""
     found = []
     for module in HELD_OUT:
         source = inspect.getsource(importlib.import_module(module))
@@ -147,12 +162,43 @@ def stdlib_functions() -> list[Prompt]:
         for node in ast.walk(ast.parse(source)):
             if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
                 continue
-            length = node.end_lineno - node.lineno + 1
-            if length >= 8:
-                half = lines[node.lineno - 1 : node.lineno - 1 + length // 2]
-                found.append(Prompt((textwrap.dedent("".join(half)),), chat=False))
+            body = lines[node.lineno - 1 : node.end_lineno]
+            if len(body) < 8:
+                continue
+            end = node.body[0].end_lineno if ast.get_docstring(node) is not None else None
+            document = 0 if end is None else end - node.lineno + 1
+            text = textwrap.dedent("".join(body)).splitlines(keepends=True)
+            found.append(Function(node.name, tuple(text), document))
+    return found
+
+
+def is_short(function: Function) -> bool:
+    """Whether a small model can be asked about it: a docstring, a name that is spoken of, and no
+    more than 1200 characters."""
+    is_public = not function.name.startswith("_")
+    return is_public and function.document > 0 and sum(map(len, function.lines)) <= 1200
+
+
+def stdlib_functions() -> list[Prompt]:
+    """The first half of every held-out function, to be continued."""
+    found = [
+        Prompt(("".join(function.lines[: len(function.lines) // 2]),), chat=False)
+        for function in held_out_functions()
+    ]
     # Overloads for other Pythons begin alike.
     return list(dict.fromkeys(found))
+
+
+def _asked(name: str, function: Function) -> Prompt:
+    """What a chat is asked to do with a function: `code` completes it, `edits` renames it."""
+    if name == "code":
+        text = "".join(function.lines[: function.document])
+        return Prompt((f"Complete this Python function.\n\n```python\n{text}```",), chat=True)
+    ask = (
+        f"Rename the function `{function.name}` to `solve` in this file, change nothing else, and "
+        "answer with the whole file."
+    )
+    return Prompt((f"{ask}\n\n```python\n{''.join(function.lines)}```",), chat=True)
 
 
 def repeated(prompts: list[Prompt], count: int) -> list[Prompt]:

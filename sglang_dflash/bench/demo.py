@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from sglang_dflash.bench import datasets, public_target
+from sglang_dflash.bench.answer_picture import picture
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.progress import progress_bar, waiting
-from sglang_dflash.bench.race import race
+from sglang_dflash.bench.race import Lane, race
 from sglang_dflash.bench.server import (
     Server,
     ServerConfig,
@@ -43,6 +46,8 @@ from sglang_dflash.facts.public_target import KIND
 
 # Prompts that are measured, and of these how many are shown before.
 MEASURED, SHOWN = 12, 3
+# What the chat model is asked.
+TASKS = ("chat", "code", "edits")
 
 
 class Timed(NamedTuple):
@@ -54,13 +59,15 @@ class Timed(NamedTuple):
     seconds: float
 
 
-def prompts_of(pair: DemoPair) -> list[Prompt]:
-    """The built-in chats' first turns, or the texts that a pair without a chat template goes on
-    with."""
+def prompts_of(pair: DemoPair) -> list[tuple[str, Prompt]]:
+    """Prompts and their kinds: first turns of the built-in data sets `TASKS` in turns, or the texts
+    that a pair without a chat template goes on with."""
     if pair.kind != KIND:
-        return [Prompt((text,), chat=False) for text in pair.prompts[:MEASURED]]
-    chats = datasets.load("chat", datasets.ALL)
-    return [Prompt(chat.turns[:1], chat=True) for chat in chats[:: len(chats) // MEASURED]]
+        return [("text", Prompt((text,), chat=False)) for text in pair.prompts[:MEASURED]]
+    count = MEASURED // len(TASKS)
+    by_task = [[(task, each) for each in datasets.load(task, count)] for task in TASKS]
+    in_turns = [each for row in zip(*by_task, strict=True) for each in row]
+    return [(task, Prompt(prompt.turns[:1], chat=True)) for task, prompt in in_turns]
 
 
 def config_of(pair: DemoPair, *, dflash: bool, on_gpu: bool) -> ServerConfig:
@@ -77,10 +84,10 @@ def ask(server: Server, prompt: list[int], sampling: dict[str, Any]) -> Timed:
     return Timed(answer["output_ids"], answer["meta_info"].get("spec_verify_ct") or 0, seconds)
 
 
-def compare(
+def answers_of(
     plain: Server, dflash: Server, prompts: Sequence[list[int]], sampling: dict[str, Any]
-) -> dict[str, Any]:
-    """Run all prompts, of token ids, on both servers, in turns, and summarize."""
+) -> tuple[list[Timed], list[Timed]]:
+    """The answers of both servers to all prompts, of token ids, in turns."""
     servers, answers = (plain, dflash), dict[Server, list[Timed]]()
     for server in servers:
         server.generate(prompts[0], temperature=0, max_new_tokens=32)
@@ -90,7 +97,38 @@ def compare(
             answers[server].append(ask(server, prompt, sampling))
         rates = " -> ".join(f"{tokens_per_second(of):.1f}" for of in answers.values())
         print(f"prompt {i + 1}/{len(prompts)}: {rates} tok/s", flush=True)
-    return outcome(*answers.values())
+    return answers[plain], answers[dflash]
+
+
+def speedups(tasks: Sequence[str], plain: list[Timed], dflash: list[Timed]) -> dict[str, float]:
+    """Tokens/s of all answers of a task over those of plain decoding."""
+    found = {}
+    for task in dict.fromkeys(tasks):
+        both = [
+            tokens_per_second([one for of, one in zip(tasks, answers, strict=True) if of == task])
+            for answers in (dflash, plain)
+        ]
+        found[task] = round(both[0] / both[1], 2)
+    return found
+
+
+def median_prompt(plain: list[Timed], dflash: list[Timed]) -> int:
+    """The prompt whose speedup is the median (the lower one of two)."""
+    ratios = [a.seconds / b.seconds for a, b in zip(plain, dflash, strict=True)]
+    return ratios.index(statistics.median_low(ratios))
+
+
+def draw(plain: Server, dflash: Server, asked: tuple[str, Any], sampling: dict[str, Any]) -> str:
+    """The picture of both answers to a prompt, each given alone, at the moment at which the
+    shorter one ends."""
+    text, ids = asked
+    lanes = [Lane("plain decoding"), Lane("DFLASH")]
+    for lane, server in zip(lanes, (plain, dflash), strict=True):
+        lane.read(server.url, {"input_ids": ids, "sampling_params": sampling})
+    moment = min(lane.seconds for lane in lanes)
+    device = "one GPU" if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    caption = f"SmolLM2-135M-Instruct, {device}, {datetime.now(UTC):%Y-%m-%d}: bash launch/demo.sh"
+    return picture(text, [lane.until(moment) for lane in lanes], caption)
 
 
 def tokens_per_second(answers: list[Timed]) -> float:
@@ -143,7 +181,7 @@ def main() -> None:
         "--picture",
         type=Path,
         metavar="SVG",
-        help="also draw the moment at which the first answer is there",
+        help="also draw both answers to the prompt with the median speedup",
     )
     args = parser.parse_args()
     with sigterm_as_exit(), suppress(KeyboardInterrupt):
@@ -160,7 +198,7 @@ def run(args: argparse.Namespace) -> None:
     pair, on_gpu = demo_pair(args.pair), torch.cuda.is_available()
     asked = prompts_of(pair)
     encode = datasets.token_encoder(str(pair.target))
-    ids = [encode(prompt, []) for prompt in asked]
+    ids = [encode(prompt, []) for _, prompt in asked]
     sampling = {"temperature": 0, "max_new_tokens": 128, "ignore_eos": pair.kind != KIND}
     plain, dflash = (
         Server(config_of(pair, dflash=dflash, on_gpu=on_gpu)) for dflash in (False, True)
@@ -169,10 +207,15 @@ def run(args: argparse.Namespace) -> None:
         what = "starting two SGLang servers, plain decoding and DFLASH"
         with progress_bar(1, steady=False) as bar, waiting(bar, what, None):
             servers.enter_context(together((plain, dflash)))
-        if sys.stdout.isatty() or args.picture:
-            shown = [(prompt.turns[0], of) for prompt, of in zip(asked, ids, strict=True)][:SHOWN]
-            race({"plain": plain.url, "DFLASH": dflash.url}, shown, sampling, args.picture)
-        result = {"text": kinds()[pair.kind], **compare(plain, dflash, ids, sampling)}
+        shown = [(prompt.turns[0], of) for (_, prompt), of in zip(asked, ids, strict=True)]
+        if sys.stdout.isatty():
+            race({"plain": plain.url, "DFLASH": dflash.url}, shown[:SHOWN], sampling)
+        answers = answers_of(plain, dflash, ids, sampling)
+        by_task = speedups([task for task, _ in asked], *answers)
+        result = {"text": kinds()[pair.kind], **outcome(*answers), "speedup_by_task": by_task}
+        if args.picture:
+            drawn = draw(plain, dflash, shown[median_prompt(*answers)], sampling)
+            args.picture.write_text(drawn)
         plain.stop()
         print(summary(result, "GPU" if on_gpu else "CPU", demo_dtype(pair.is_hybrid, on_gpu)))
         if args.check:
@@ -201,6 +244,11 @@ def summary(result: dict[str, Any], device: str, dtype: str) -> str:
     rows = (
         ("", "plain decoding", "DFLASH"),
         ("output tokens/s", result["ar_tok_s"], f"{result['dflash_tok_s']} ({result['speedup']}x)"),
+        *(
+            (task, "", f"{ratio}x")
+            for task, ratio in result["speedup_by_task"].items()
+            if len(result["speedup_by_task"]) > 1
+        ),
         ("by prompt", "", "{median}x ({min}x to {max}x)".format(**result["speedup_by_prompt"])),
         ("tokens per step", 1, result["acceptance_length"]),
         ("ms per target forward", result["ar_step_ms"], result["dflash_step_ms"]),

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import io
-import re
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -16,12 +13,11 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from sglang_dflash.bench.answer_picture import Shown
 from sglang_dflash.bench.load import chunks
 
 WIDTH, LINES = 80, 8
 COLORS = ("cyan", "yellow", "magenta", "green")
-# What an SVG of rich loads from elsewhere.
-_FONTS = re.compile(r"@font-face\s*\{.*?\}", re.DOTALL)
 
 
 class Lane:
@@ -30,22 +26,39 @@ class Lane:
     Attributes:
         name: of the server.
         steps: the text that each of its steps has added.
-        tokens: so far.
+        times: of each step, seconds since the request, and the tokens of the answer so far.
         ended: whether that is all.
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.steps, self.tokens, self.ended = name, list[str](), 0, False
-        self.began = self.now = time.perf_counter()
+        self.name, self.steps, self.ended = name, list[str](), False
+        self.times = list[tuple[float, int]]()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return self.times[-1][1] if self.times else 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the request to the newest token."""
+        return self.times[-1][0] if self.times else 0.0
 
     def read(self, url: str, body: Mapping[str, Any]) -> None:
         """Follow the answer of the server at `url` to its end."""
-        known = 0
+        known, began = 0, time.perf_counter()
         for chunk in chunks(f"{url}/generate", {**body, "stream": True}):
             self.steps.append(chunk["text"][known:])
-            known, self.now = len(chunk["text"]), time.perf_counter()
-            self.tokens = chunk["meta_info"]["completion_tokens"]
+            known = len(chunk["text"])
+            tokens = chunk["meta_info"]["completion_tokens"]
+            self.times.append((time.perf_counter() - began, tokens))
         self.ended = True
+
+    def until(self, seconds: float) -> Shown:
+        """The answer as it was that many seconds after the request."""
+        count = sum(at <= seconds for at, _ in self.times)
+        tokens = self.times[count - 1][1] if count else 0
+        return Shown(self.name, self.steps[:count], tokens, seconds)
 
     def panel(self, width: int) -> Panel:
         """The last lines of the answer."""
@@ -53,7 +66,7 @@ class Lane:
         for number, added in enumerate(self.steps):
             text.append(added, COLORS[number % len(COLORS)])
         lines = text.wrap(Console(width=width), width - 4)[-LINES:]
-        seconds = self.now - self.began
+        seconds = self.seconds
         rate = f"{self.tokens / seconds:.1f} tokens/s" if self.tokens else "waiting"
         per_step = f"{self.tokens / max(1, len(self.steps)):.2f} per step"
         return Panel(
@@ -76,7 +89,6 @@ def race(
     urls: Mapping[str, str],
     asked: Sequence[tuple[str, Any]],
     sampling: Mapping[str, Any],
-    picture: Path | None = None,
 ) -> None:
     """Let servers answer prompts at once. To look at: they share the machine, so what is shown is
     no measurement.
@@ -85,11 +97,10 @@ def race(
         urls: of the servers, by name.
         asked: of each prompt what is shown, and its token ids.
         sampling: SGLang's sampling parameters.
-        picture: gets the moment at which the first answer to the first prompt has ended, as SVG.
     """
     console = Console()
     width = min(WIDTH, console.width)
-    for number, (shown, ids) in enumerate(asked):
+    for shown, ids in asked:
         lanes = [Lane(name) for name in urls]
         body = {"input_ids": ids, "sampling_params": dict(sampling)}
 
@@ -101,16 +112,6 @@ def race(
                 pool.submit(lane.read, url, body)
                 for lane, url in zip(lanes, urls.values(), strict=True)
             ]
-            wait(running, return_when=FIRST_COMPLETED)
-            if picture is not None and number == 0:
-                _save(picture, drawn())
             for one in running:
                 one.result()
         console.print()
-
-
-def _save(file: Path, drawn: RenderableType) -> None:
-    console = Console(record=True, width=WIDTH, file=io.StringIO())
-    console.print(drawn)
-    svg = console.export_svg(title="bash launch/demo.sh", unique_id="demo")
-    file.write_text(_FONTS.sub("", svg))
