@@ -30,7 +30,8 @@ CLASSES = 1 + 2 * len(_LONGEST_OF_CLASS)
 # hundred of them.
 DECAY = 0.995
 # What a server begins with, as if that many steps had been seen: a match of 3 tokens or more is
-# better than the draft, and one of 2 is if the draft begins alike.
+# better than the draft, and one of 2 is if the draft begins alike. Of the draft in a class of which
+# nothing is known yet, its figures of all classes count as that many steps.
 _PRIOR_STEPS, _PRIOR_DRAFT, _PRIOR_GOOD, _PRIOR_POOR = 3.0, 0.6, 0.8, 0.4
 
 
@@ -42,12 +43,16 @@ class DraftSource:
 
     def __init__(self, verify_block: int, device: torch.device) -> None:
         """`verify_block`: B."""
-        share = torch.full((2, CLASSES, 1), _PRIOR_DRAFT)
-        share[LOOKUP] = _PRIOR_GOOD
+        share = torch.full((2, CLASSES, 1), _PRIOR_GOOD)
         share[LOOKUP, 1] = _PRIOR_POOR
         reached = torch.full((2, CLASSES, verify_block - 1), _PRIOR_STEPS)
-        # How often a draft was reached, and right: of both sources, by class and position.
+        # The draft's own prior is what it does in all classes.
+        reached[DRAFT] = 0
+        all_reached = torch.full((verify_block - 1,), _PRIOR_STEPS)
+        # How often a draft was reached, and right: of both sources, by class and position; and of
+        # the draft model, by position.
         self._totals = torch.stack((reached, reached * share)).to(device)
+        self._draft_totals = torch.stack((all_reached, all_reached * _PRIOR_DRAFT)).to(device)
         self._class_of_length = _class_of_length().to(device)
         self._classes = torch.arange(CLASSES, device=device)
         self._positions = torch.arange(verify_block - 1, device=device)
@@ -65,7 +70,11 @@ class DraftSource:
     def expected(self, drafts: int) -> Tensor:
         """Expected accepted drafts of a step of that many, by source and class, `[2, M]`."""
         reached, right = self._totals[..., :drafts]
-        return (right / reached).cumprod(-1).sum(-1)
+        all_reached, all_right = self._draft_totals[..., :drafts]
+        prior = _PRIOR_STEPS * all_right / all_reached
+        draft = (right[DRAFT] + prior) / (reached[DRAFT] + _PRIOR_STEPS)
+        shares = torch.stack((draft, right[LOOKUP] / reached[LOOKUP]))
+        return shares.cumprod(-1).sum(-1)
 
     def looks_up(self, classes: Tensor, drafts: int) -> Tensor:
         """The requests whose drafts are looked up, bool `[R]`."""
@@ -88,8 +97,12 @@ class DraftSource:
         seen = torch.stack((reached, right)) * is_reached
         of_class = classes == self._classes[:, None]  # [M, R]
         counts = of_class.float() @ seen.float()
-        decay = torch.where(counts[0] > 0, DECAY, 1.0)
-        self._totals[..., :drafts].mul_(decay).add_(counts)
+        for totals, new in (
+            (self._totals, counts),
+            (self._draft_totals, counts[:, DRAFT].sum(1)),
+        ):
+            decay = torch.where(new[0] > 0, DECAY, 1.0)
+            totals[..., :drafts].mul_(decay).add_(new)
 
 
 def _class_of_length() -> Tensor:
