@@ -108,7 +108,7 @@ def test_drafting_needs_no_engine() -> None:
     # facts/hub.py asks the hub; nothing else in these packages leaves the machine.
     allowed = {
         "facts": {"safetensors", "huggingface_hub", "httpx", "numpy"},
-        "drafting": {"safetensors", "torch", "transformers"},
+        "drafting": {"compressed_tensors", "safetensors", "torch", "transformers"},
     }
     standard = {"sglang_dflash", *sys.stdlib_module_names}
     files = [path for path in PACKAGED if package_of(path) in allowed]

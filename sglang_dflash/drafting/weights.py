@@ -19,13 +19,14 @@ from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.log import Log
-from sglang_dflash.facts.stored import StoredTensor, each_tensor
+from sglang_dflash.facts.stored import StoredTensor, each_tensor, stored_tensors
 from sglang_dflash.facts.tensors import (
     check_tensors,
     check_weights,
     expected_tensors,
     fused_tensors,
     layout,
+    quantized_modules,
 )
 from sglang_dflash.facts.vocabulary import D2T, T2D, token_ids
 
@@ -134,17 +135,19 @@ def load_model(
             maps = {name: tensors[name].numpy() for name in (D2T, T2D) if name in tensors}
             ids = torch.from_numpy(token_ids(config, maps))
         model.token_ids = ids.to(device)
-    if config.quantization is not None and not dummy and tp.rank == 0:
-        _tell_dequantized(model)
+    if not dummy and tp.rank == 0:
+        _tell_dequantized(model, len(quantized_modules(config, stored_tensors(folder))))
     return model.freeze()
 
 
-def _tell_dequantized(model: DraftModel) -> None:
+def _tell_dequantized(model: DraftModel, modules: int) -> None:
+    if not modules:
+        return
     size, dtype = sum(one.nbytes for one in model.parameters()), str(model.dtype)
     of_rank = " on each rank" if model.tp.size > 1 else ""
     logger.info(
-        "the draft's weights are quantized, %s, and were dequantized: they take %.3f GiB in %s%s",
-        model.config.quantization, size / 2**30, dtype.removeprefix("torch."), of_rank,
+        "%d modules of the draft are quantized, %s, and were dequantized: it takes %.3f GiB, %s%s",
+        modules, model.config.quantization, size / 2**30, dtype.removeprefix("torch."), of_rank,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.quantization import part
+from sglang_dflash.facts.quantization import Stored, part
 from sglang_dflash.facts.stored import (
     StoredTensor,
     and_more,
@@ -229,11 +229,18 @@ def plain_tensors(
     return found
 
 
-def _dequantized(config: DraftConfig, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def quantized_modules(
+    config: DraftConfig, tensors: Mapping[str, StoredTensor]
+) -> list[tuple[str, Stored]]:
+    """The modules that are quantized, and how; whatever the config leaves out by name."""
     if config.quantization is None:
-        return found
-    dtypes = {name: tensor.dtype for name, tensor in found.items()}
-    for module, (form, declared) in config.quantization.modules(dtypes):
+        return []
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    return list(config.quantization.modules(dtypes))
+
+
+def _dequantized(config: DraftConfig, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    for module, (form, declared) in quantized_modules(config, found):
         names = {name: part(module, name) for name in (form.codes, *form.scales, *form.optional)}
         missing = [names[name] for name in form.scales if names[name] not in found]
         if missing:
@@ -271,10 +278,7 @@ def check_values(config: DraftConfig, folder: str | Path) -> None:
 
 def _scales(config: DraftConfig, folder: str | Path) -> set[str]:
     """The scales of a draft's quantized weights."""
-    if config.quantization is None:
-        return set()
-    dtypes = {name: tensor.dtype for name, tensor in stored_tensors(folder).items()}
-    modules = config.quantization.modules(dtypes)
+    modules = quantized_modules(config, stored_tensors(folder))
     return {part(module, name) for module, way in modules for name in way.format.scales}
 
 

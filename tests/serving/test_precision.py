@@ -19,6 +19,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.start import choose_worker, decide
 from sglang_dflash.serving.start.choose_worker import unserved
 from tests.broken_drafts import server_flags
+from tests.quantized_draft import EXPORTERS
 from tests.serving.in_process import decode_of, filled, worker_of
 from tests.serving.published import Arrived, serving
 
@@ -127,10 +128,30 @@ def test_a_quantized_target_is_served(
     assert draft_dtype(resolving_view(given), monkeypatch) == torch.bfloat16
 
 
-def test_a_quantized_draft_goes_to_the_built_in_worker(
+@pytest.mark.parametrize("name", EXPORTERS)
+def test_a_quantized_draft_is_served_whatever_the_targets_quantization(
+    name: str, resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "quantized"
+    EXPORTERS[name].write(PAIR.draft, folder, tmp_path / "plain")
+    if name.startswith("GPTQ"):
+        # SGLang knows it on a GPU only.
+        with pytest.raises(ConfigError, match="Unknown quantization method: gptq"):
+            resolve(server_flags(draft=folder))
+        assert DraftConfig.from_pretrained(folder).quantization is not None
+        return
+    target = quantized(tmp_path, "target", FP8)
+    for flags in (server_flags(draft=folder), server_flags(target=target, draft=folder)):
+        given = resolve(flags)
+        assert serving(given) == "ours"
+        assert draft_dtype(resolving_view(given), monkeypatch) == torch.bfloat16
+
+
+def test_another_quantized_draft_goes_to_the_built_in_worker(
     resolve: Any, tmp_path: Path, capfd: Any
 ) -> None:
-    assert serving(resolve(server_flags(draft=quantized(tmp_path, "draft", FP8)))) == "builtin"
+    config = {**EXPORTERS["AWQ"].config, "version": "gemv"}
+    assert serving(resolve(server_flags(draft=quantized(tmp_path, "draft", config)))) == "builtin"
     assert "quantization_config" in capfd.readouterr().err
 
 

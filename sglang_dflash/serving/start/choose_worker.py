@@ -135,9 +135,10 @@ def _check(server_args: Any, settings: Any) -> None:
 
 
 def _warn_of_precision(settings: Any, model: Any, folder: str) -> None:
-    names = settings.model_path, settings.speculative_draft_model_path
-    for text in other_precision(names[0], model.hf_config.to_dict(), names[1], read_draft(folder)):
-        logger.warning("%s", text)
+    target, draft = settings.model_path, settings.speculative_draft_model_path
+    of_target, of_draft = model.hf_config.to_dict(), read_draft(folder)
+    for warning in other_precision(target, of_target, draft, of_draft):
+        logger.warning("%s", warning)
 
 
 def _check_device(
