@@ -15,6 +15,7 @@ from typing import Any
 from sglang_dflash.bench import datasets, load, picture, report
 from sglang_dflash.bench.arms import Arms, arms_of, grouped, opened
 from sglang_dflash.bench.datasets import Encode, Prompt
+from sglang_dflash.bench.differences import differences, near_tie
 from sglang_dflash.bench.progress import progress_bar, waiting
 from sglang_dflash.bench.report import Measured
 from sglang_dflash.bench.settings import BenchSettings, made_folder
@@ -154,6 +155,7 @@ def measure(
                 for name in prompts:
                     for concurrency in settings.levels:
                         level(name, concurrency, endpoints)
+                        find_near_ties(settings, found, prompts, encode, endpoints)
                         check_outputs(settings, found)
     return found
 
@@ -169,12 +171,36 @@ def asking(encode: Encode, max_new_tokens: int, simulated: bool) -> Ask:
     return ask
 
 
+def find_near_ties(
+    settings: BenchSettings,
+    measured: Measured,
+    prompts: Prompts,
+    encode: Encode,
+    endpoints: Mapping[str, load.Endpoint],
+) -> None:
+    """Ask whether the first token that differs in an arm's answers was a near-tie, once per arm. A
+    sampled token follows a random number."""
+    if settings.simulated_acceptance is not None or settings.temperature:
+        return
+    is_float32 = report.dtypes(settings, measured.servers) == {"float32"}
+    for arm, places in differences(measured.runs).items():
+        if arm in measured.near_ties or not places:
+            continue
+        at = places[0]
+        sent = encode(prompts[at.dataset][at.prompt], [answer.text for answer in at.before])
+        told = near_tie(at, sent, endpoints, is_float32)
+        if told is not None:
+            measured.near_ties[arm] = told
+
+
 def check_outputs(settings: BenchSettings, measured: Measured) -> None:
     """Raise Failed if answers differ where they must not."""
     # Simulated acceptance changes the outputs, and the report says so.
     if report.why_unequal(settings, measured.servers) or settings.simulated_acceptance is not None:
         return
-    found = [place for places in report.differences(measured.runs).values() for place in places]
+    found = [place for places in differences(measured.runs).values() for place in places]
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise Failed(f"{found[0]}{more}; no figure of float32 without equal outputs")
+        told = measured.near_ties.get(found[0].arm)
+        why = f"; {told}" if told else ""
+        raise Failed(f"{found[0]}{more}{why}; no figure of float32 without equal outputs")

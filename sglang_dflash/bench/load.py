@@ -78,7 +78,7 @@ class Pass:
         return self.tokens / self.seconds
 
 
-def _answered(method: str, url: str, **how: Any) -> requests.Response:
+def answered(method: str, url: str, **how: Any) -> requests.Response:
     """Of any status. Raises Failed if there is no answer."""
     try:
         return requests.request(method, url, timeout=60, **how)
@@ -151,11 +151,11 @@ class SGLang:
 
     def flush(self) -> bool:
         """Forget cached prefixes, so that a prompt costs the same each time. False on failure."""
-        return _answered("POST", f"{self.url}/flush_cache", params={"timeout": 30}).ok
+        return answered("POST", f"{self.url}/flush_cache", params={"timeout": 30}).ok
 
     def info(self) -> ServerInfo:
         """What it tells of itself."""
-        return ServerInfo(_answered("GET", f"{self.url}/server_info").json())
+        return ServerInfo(answered("GET", f"{self.url}/server_info").json())
 
     def describe(self) -> dict[str, str]:
         """Labels for a report, all of them read from the server."""
@@ -238,7 +238,7 @@ class OpenAI:
 
     def flush(self) -> bool:
         """See `SGLang.flush`. vLLM can do so only in its development mode."""
-        return _answered("POST", f"{self.url}/reset_prefix_cache").ok
+        return answered("POST", f"{self.url}/reset_prefix_cache").ok
 
     def describe(self) -> dict[str, str]:
         """See `SGLang.describe`. The API tells the model's name only."""
@@ -262,7 +262,7 @@ class VLLM(OpenAI):
 
     def counted(self) -> VerifySteps:
         """Verify steps so far. Tokens that no request keeps are among those that it counts."""
-        page = _answered("GET", f"{self.url}/metrics").text
+        page = answered("GET", f"{self.url}/metrics").text
 
         def of(series: str) -> int:
             named = rf"^vllm:spec_decode_num_{series}_total(?:{{.*}})? (\S+)$"
@@ -274,10 +274,10 @@ class VLLM(OpenAI):
     def describe(self) -> dict[str, str]:
         """See `SGLang.describe`. In development mode it tells all."""
         found = super().describe()
-        version = _answered("GET", f"{self.url}/version")
+        version = answered("GET", f"{self.url}/version")
         if version.ok:
             found["engine"] = f"vLLM {version.json()['version']}"
-        told = _answered("GET", f"{self.url}/server_info", params={"config_format": "json"})
+        told = answered("GET", f"{self.url}/server_info", params={"config_format": "json"})
         if not told.ok:
             return found
         config, machine = told.json()["vllm_config"], told.json()["system_env"]

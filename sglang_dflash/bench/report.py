@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from sglang_dflash.bench.differences import NearTie, Runs, differences
 from sglang_dflash.bench.load import SEEDED, Answer, Pass
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.facts.embedded import kinds
 from sglang_dflash.facts.server import NOT_KNOWN
-
-# Data set and concurrency -> arm -> one pass per round. All arms have the same order of prompts.
-Runs = dict[tuple[str, int], dict[str, list[Pass]]]
 
 
 @dataclass
@@ -28,6 +26,7 @@ class Measured:
         servers: what each arm's server tells of itself: `load.SGLang.describe`.
         start_s: seconds from the start of a server until it served, of those that were started.
         at_once: whether all servers ran at once.
+        near_ties: arm -> of the first of its answers that differs, if that can be told.
     """
 
     runs: Runs = field(default_factory=dict)
@@ -35,6 +34,7 @@ class Measured:
     servers: dict[str, dict[str, str]] = field(default_factory=dict)
     start_s: dict[str, float] = field(default_factory=dict)
     at_once: bool = True
+    near_ties: dict[str, NearTie] = field(default_factory=dict)
 
 
 TIMES = {"ttft_ms": "TTFT ms", "tpot_ms": "TPOT ms"}
@@ -121,38 +121,6 @@ def rows(runs: Runs) -> list[dict[str, Any]]:
     return found
 
 
-def differences(runs: Runs) -> dict[str, list[str]]:
-    """Arm after the first -> where its answers differ from the first arm's of the same round."""
-    found: dict[str, list[str]] = {}
-    for (dataset, concurrency), by_arm in runs.items():
-        first, *others = by_arm
-        for arm in others:
-            places = found.setdefault(arm, [])
-            for reference, other in zip(by_arm[first], by_arm[arm], strict=False):
-                pairs = zip(reference.answers, other.answers, strict=True)
-                for prompt, turns in enumerate(pairs):
-                    unequal = (_first_difference(a, b) for a, b in zip(*turns, strict=True))
-                    # Turns after the first difference have different histories.
-                    at = next(filter(None, unequal), None)
-                    if at is not None:
-                        places.append(
-                            f"arm {arm}, data set {dataset}, prompt {prompt}, concurrency "
-                            f"{concurrency}: the answer differs from {first}'s from {at} on"
-                        )
-    return found
-
-
-def _first_difference(a: Answer, b: Answer) -> str | None:
-    """Where, in tokens, or in characters if a server names no token ids; None if nowhere."""
-    by_id = a.ids is not None and b.ids is not None
-    x, y = (a.ids or (), b.ids or ()) if by_id else (a.text, b.text)
-    if x == y:
-        return None
-    unequal = (i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q)
-    place = next(unequal, min(len(x), len(y)))
-    return f"{'token' if by_id else 'character'} {place}"
-
-
 def dtypes(settings: BenchSettings, servers: Mapping[str, Mapping[str, str]]) -> set[str]:
     """What the arms compute in: as their servers tell, or else as --dtype does."""
     asked = NOT_KNOWN if settings.dtype == "auto" else settings.dtype
@@ -197,6 +165,7 @@ def summarize(
     return {
         "outputs": _outputs(settings, measured, differing),
         "differing_answers": differing,
+        "near_ties": {arm: one.as_dict() for arm, one in measured.near_ties.items()},
         "simulated_acceptance": simulated,
         "command": settings.command,
         "text": kinds()[pair] if pair else None,
@@ -234,7 +203,8 @@ def _outputs(settings: BenchSettings, measured: Measured, differing: dict[str, i
     if why is None:
         return f"outputs: the same in all arms ({count} answers each, {how}, float32)"
     counts = ", ".join(f"{arm} {different} of {count}" for arm, different in differing.items())
-    return f"outputs may differ from {first}'s by {why}, and did for: {counts}"
+    told = [f"; of {arm} the first: {one}" for arm, one in measured.near_ties.items()]
+    return f"outputs may differ from {first}'s by {why}, and did for: {counts}{''.join(told)}"
 
 
 def sampling(settings: BenchSettings) -> str:

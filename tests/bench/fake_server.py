@@ -39,6 +39,9 @@ class FakeServer(ThreadingHTTPServer):
     # What an SGLang server tells of its memory.
     kv_tokens: int | None = None
     running_requests = 16
+    # The log-probabilities of the two likeliest tokens anywhere differ by so much; None if it gives
+    # none. A prompt has a token for each character.
+    gap: float | None = None
     # Without one, SGLang sends no text.
     has_tokenizer = True
 
@@ -146,10 +149,24 @@ class Handler(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         if path == "/flush_cache" and self.server.sglang:
             self._send(200, "")
+        elif path == "/generate" and body.get("return_logprob"):
+            self._likely(body)
         elif path == "/generate" if self.server.sglang else path in COMPLETIONS:
             self._complete(body)
         else:
             self._send(404, "no such page")
+
+    def _likely(self, body: dict[str, Any]) -> None:
+        if self.server.gap is None:
+            self._send(400, "no log-probabilities")
+            return
+        self.server.log.append((self.server.name, body.get("text", body.get("input_ids")), body))
+        meta: dict[str, Any] = {}
+        if body.get("logprob_start_len") == 0:
+            meta["input_token_logprobs"] = [[None, ord(c), None] for c in body["text"]]
+        if body.get("top_logprobs_num") == 2:
+            meta["output_top_logprobs"] = [[[-0.5, 7, None], [-0.5 - self.server.gap, 8, None]]]
+        self._send(200, json.dumps({"meta_info": meta}))
 
     def _complete(self, body: dict[str, Any]) -> None:
         chat = "messages" in body

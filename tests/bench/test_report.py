@@ -8,8 +8,9 @@ import numpy
 import pytest
 
 from sglang_dflash.bench import picture, report
+from sglang_dflash.bench.differences import Runs, differences
 from sglang_dflash.bench.load import Answer, Pass
-from sglang_dflash.bench.report import Measured, Runs
+from sglang_dflash.bench.report import Measured
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 
@@ -121,7 +122,7 @@ def test_differences_name_prompt_arm_and_place() -> None:
             "c": [of((1, 9, 3), (4, 5)), same],
         }
     }
-    found = report.differences(runs)
+    found = {arm: list(map(str, places)) for arm, places in differences(runs).items()}
     differs = "concurrency 1: the answer differs from ar's from"
     assert found == {
         "b": [f"arm b, {at} 1, {differs} token 2 on"],
@@ -129,5 +130,5 @@ def test_differences_name_prompt_arm_and_place() -> None:
     }
     # Without ids on one side it is the text that counts.
     texts = [Pass(1.0, [[answer(text="ab")]], VerifySteps(0, 0))]
-    (place,) = report.differences({("demo", 1): {"ar": [of((1, 2))], "b": texts}})["b"]
-    assert place.endswith("from character 1 on")
+    (place,) = differences({("demo", 1): {"ar": [of((1, 2))], "b": texts}})["b"]
+    assert str(place).endswith("from character 1 on")

@@ -21,7 +21,7 @@ from tests.quantized_draft import EXPORTERS
 
 DFLASH2 = with_own(selector_rank=16, selector_top_k=5, conv_kernel_size=2, conv_group_size=4)
 # An export that has nothing in its numbers of more than 16 bits.
-ROUNDED = ("NVFP4", "W4A16, scales of 16 bits")
+ROUNDED = ("NVFP4", "W4A16-short-scales")
 
 
 @pytest.fixture(params=[{}, DFLASH2], ids=["dflash", "dflash2"])
@@ -62,7 +62,7 @@ def test_a_quantized_draft_is_that_of_its_values(name: str, source: Path, tmp_pa
     assert any("qkv_proj" in key for key in changed) and not any("norm" in key for key in changed)
 
 
-@pytest.mark.parametrize("name", ["W4A16, zero points", "ModelOpt NVFP4", "AWQ"])
+@pytest.mark.parametrize("name", ["W4A16-zero-points", "ModelOpt-NVFP4", "AWQ"])
 def test_ranks_share_a_quantized_draft(name: str, tmp_path: Path) -> None:
     folder, plain = tmp_path / "quantized", tmp_path / "plain"
     EXPORTERS[name].write(draft(tmp_path / "source", **DFLASH2), folder, plain)
@@ -77,7 +77,7 @@ def test_modules_that_are_left_out_stay_as_they_are(tmp_path: Path) -> None:
     assert torch.equal(state(folder)["fc.weight"], state(source)["fc.weight"])
 
 
-@pytest.mark.parametrize("name", [None, "W4A16", "ModelOpt NVFP4", "GPTQ"])
+@pytest.mark.parametrize("name", [None, "W4A16", "ModelOpt-NVFP4", "GPTQ"])
 def test_fused_modules_are_taken_apart(name: str | None, tmp_path: Path) -> None:
     """SGLang's worker takes `qkv_proj` and `gate_up_proj`, too."""
     folder, plain, source = tmp_path / "quantized", tmp_path / "plain", draft(tmp_path / "source")
@@ -124,18 +124,18 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
     "no zero points": ("AWQ", lambda t: t.pop(f"{Q}.qzeros"), f"{Q}.qzeros.*missing"),
     "no codes": ("GPTQ", lambda t: t.pop(f"{Q}.qweight"), f"{Q}.weight of the draft: missing"),
     "other rows": (
-        "ModelOpt NVFP4", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:-1]}),
+        "ModelOpt-NVFP4", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:-1]}),
         f"{Q}.weight of the draft: .*asks for",
     ),
     "other scales": (
-        "ModelOpt NVFP4", lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][1:]}),
+        "ModelOpt-NVFP4", lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][1:]}),
         f"{Q}.weight of the draft: its scales do not fit",
     ),
     "a list of codes": (
         "FP8", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].flatten()}), "a matrix is",
     ),
     "a scale of NaN": (
-        "ModelOpt FP8", lambda t: t[f"{Q}.weight_scale"].fill_(torch.nan), "1 of 1 values are NaN",
+        "ModelOpt-FP8", lambda t: t[f"{Q}.weight_scale"].fill_(torch.nan), "1 of 1 values are NaN",
     ),
     "FP8 scales of NaN": (
         "NVFP4", lambda t: t[f"{Q}.weight_scale"].view(torch.uint8).fill_(0x7F), "values are NaN",

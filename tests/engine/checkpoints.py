@@ -167,6 +167,13 @@ def _byte_level(text: bytes) -> str:
     return "".join(chr(256 + others.index(b)) if b in others else chr(b) for b in text)
 
 
+def quantized_draft(folder: Path, name: str) -> None:
+    """The demo draft by that exporter, and beside it the same values as plain weights."""
+    from tests.quantized_draft import EXPORTERS  # It takes two seconds to load.
+
+    EXPORTERS[name].write(PAIR.draft, folder / "quantized", folder / "plain")
+
+
 def hybrid_draft(folder: Path) -> None:
     """A random draft, with sliding layers like Qwen3.6-27B's."""
     raw = raw_config(
@@ -245,6 +252,10 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "hybrid-next": functools.partial(save_random_hybrid, kind="Qwen3Next"),
     "hybrid-seeing": save_seeing_hybrid,
     "hybrid-draft": hybrid_draft,
+    **{
+        f"draft-{name}": functools.partial(quantized_draft, name=name)
+        for name in ("W4A16-zero-points", "FP8", "ModelOpt-NVFP4", "AWQ")
+    },
     "adapter": adapter,
     "thinking": thinking,
 }

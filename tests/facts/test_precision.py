@@ -38,7 +38,7 @@ def test_configs(name: str) -> None:
     assert precision("x", CONFIGS[name]) == expected
 
 
-NVFP4, FP8 = CONFIGS["ModelOpt NVFP4"], CONFIGS["FP8 blocks"]
+NVFP4, FP8 = CONFIGS["ModelOpt-NVFP4"], CONFIGS["FP8-blocks"]
 PAIRS: list[tuple[tuple[str, Any, str, Any], str | None]] = [
     (("t", FP8, "d-NVFP4", {}), "draft d-NVFP4 is said to be in NVFP4, target t in FP8"),
     (("t", {}, "d", CONFIGS["W4A16"]), "draft d is said to be in INT4, target t in 16 bits"),
