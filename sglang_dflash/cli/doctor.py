@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> None:
 def as_text(server: ServerInfo | None, findings: list[Notice]) -> str:
     """The server and its step in lines; one per finding, and what to do below it."""
     lines = [] if server is None else server.lines()
-    step = None if server is None else server.step_line()
-    lines += [] if step is None else [step]
+    if server is not None:
+        lines += filter(None, (server.step_line(), server.break_even_line()))
     lines += [f"{f.name}: {f.problem}\n    {f.advice}" for f in findings]
     plainly = None if server is None else server.plainly
     if plainly is not None:
@@ -195,6 +195,14 @@ def _acceptance(server: ServerInfo) -> Iterator[Notice]:
             "acceptance-near-1",
             f"acceptance length {length:.2f}: next to no draft is accepted",
             look_for + until_found,
+        )
+    elif server.losing is not None:
+        yield Notice(
+            "drafts-do-not-pay",
+            server.losing,
+            "start it with --speculative-dflash-width adaptive, which decodes plainly where that "
+            f"is faster, or without --speculative-algorithm; or {look_for}compare with "
+            "`sglang-dflash bench`",
         )
     elif length is not None and length < 2.0 and not _is_adaptive(server):
         yield Notice(

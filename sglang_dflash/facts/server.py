@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dflash.facts import break_even
+
 OURS, BUILTIN = "sglang-dflash", "builtin"
 NOT_KNOWN = "not known"
 # Verify steps before acceptance is judged.
 ENOUGH_STEPS = 100
+# What `plainly` and `losing` read of a report, beside the width policy's.
+JUDGED_BY = (
+    "verify_steps", "committed_tokens", "undrafted_steps", "undrafted_tokens", "width_steps",
+    "decode_steps", "step_shares",
+)  # fmt: skip
 # Share of steps without drafts from which an adaptive server is called a plain one.
 _PLAIN = 0.9
 
@@ -137,6 +144,8 @@ class ServerInfo:
             "tokens_per_step": None if every is None else round(every, 4),
             "step_milliseconds": ours.get("step_milliseconds"),
             "step_shares": ours.get("step_shares"),
+            "break_even": [point._asdict() for point in self.break_even],
+            "break_even_at_least": self.break_even_at_least,
             "judged": self.verify_steps >= ENOUGH_STEPS,
             "decodes_plainly": self.plainly is not None,
             "target_kv_tokens": self.target_kv_tokens,
@@ -162,6 +171,53 @@ class ServerInfo:
         return (
             "drafts do not pay on this traffic, so it decodes plainly: "
             f"{undrafted:,} of {steps:,} steps had none{kept}"
+        )
+
+    @property
+    def break_even(self) -> list[break_even.BreakEven]:
+        """From which acceptance length drafts pay; empty if the server measures no plain steps."""
+        return break_even.measured(self.reports[0]) if self.reports else []
+
+    @property
+    def break_even_at_least(self) -> float | None:
+        """What break-even is not below, if it is not measured; None if that is not known either."""
+        enough = self.reports and self.reports[0].get("decode_steps", 0) >= ENOUGH_STEPS
+        if not enough or self.break_even or self._machine.get("accelerator") is not None:
+            return None
+        return break_even.least(self.reports[0])
+
+    @property
+    def losing(self) -> str | None:
+        """In words, that drafts cannot pay on a server that always drafts; or None."""
+        bound, length = self.break_even_at_least, self.acceptance_length
+        enough = self.verify_steps >= ENOUGH_STEPS
+        if bound is None or length is None or length >= bound or not enough:
+            return None
+        return (
+            f"drafts do not pay on this traffic: acceptance length {length:.2f}, and a step takes "
+            f"{bound:.2f} times as long as a plain one, or more"
+        )
+
+    def break_even_line(self) -> str | None:
+        """From which acceptance length drafts pay, or that this is not known; None of a server
+        without our worker, and of one that has just started."""
+        if not self.reports or self.reports[0].get("decode_steps", 0) < ENOUGH_STEPS:
+            return None
+        if self.break_even:
+            now = self.reports[0].get("width_now")
+            return (
+                f"drafts pay from this acceptance length: {break_even.told(self.break_even)}; the "
+                f"server now takes width {now}"
+            )
+        if self.break_even_at_least is not None:
+            return (
+                f"drafts pay from an acceptance length above {self.break_even_at_least:.2f}: a "
+                "plain step, which is not measured, takes no longer than a step without its drafts"
+            )
+        return (
+            "from which acceptance length drafts pay is not measured, because a fixed width runs "
+            "no plain steps: `sglang-dflash bench` compares, and --speculative-dflash-width "
+            "adaptive measures it"
         )
 
     def lines(self) -> list[str]:

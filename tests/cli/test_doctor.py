@@ -85,6 +85,12 @@ CASES: list[tuple[list[str], ServerInfo, list[str]]] = [
         ["1.03"],
     ),
     (["acceptance-below-2"], reading({"verify_steps": 1000, "committed_tokens": 1700}), ["1.70"]),
+    # By the times of HEALTHY, 1.23 breaks even at best.
+    (
+        ["drafts-do-not-pay"],
+        reading({"verify_steps": 1000, "committed_tokens": 1210}),
+        ["1.21, and a step takes 1.23 times", "--speculative-dflash-width adaptive"],
+    ),
     (
         ["draft-kv-too-small"],
         reading({"draft_context_share": 0.41, "draft_kv_entries": 416}),
@@ -151,8 +157,10 @@ LINES = [
     (
         {**STARTED, "undrafted_steps": 0},
         f"{OURS}1.02 over 60 steps with drafts\na step takes 21.3 ms: verify 71%, propose 15%, "
-        "commit 4%, host 10%\ntoo early to judge acceptance: 60 of 100 steps "
-        "with drafts, warm-up included; send more requests\nnothing wrong found",
+        "commit 4%, host 10%\ndrafts pay from an acceptance length above 1.23: a plain step, which "
+        "is not measured, takes no longer than a step without its drafts\ntoo early to judge "
+        "acceptance: 60 of 100 steps with drafts, warm-up included; send more requests\n"
+        "nothing wrong found",
     ),
     ({**STARTED, "verify_steps": 0}, f"{OURS}not known yet: no verify step\na step takes"),
 ]
@@ -324,6 +332,8 @@ def test_status_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
         "decodes_plainly": False,
         "step_milliseconds": 21.34,
         "step_shares": {"verify": 0.712, "propose": 0.149, "commit": 0.04, "host": 0.099},
+        "break_even": [],
+        "break_even_at_least": 1.23,
         "target_kv_tokens": None,
         "findings": [],
     }

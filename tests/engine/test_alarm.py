@@ -63,6 +63,8 @@ def test_the_doctor_finds_nothing_wrong_with_a_sound_server(
     assert doctor(server, capsys) == {}
     # The values that its tests are made of are the keys of a real server.
     assert set(HEALTHY) <= set(server.dflash())
+    told = ServerInfo(info(server)).break_even_line()
+    assert told is not None and "from this acceptance length: with " in told, told
 
 
 def info(server: Server) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.options import Notice
+from sglang_dflash.facts.server import ENOUGH_STEPS
 from sglang_dflash.repairs import containment
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
@@ -26,11 +27,13 @@ from sglang_dflash.serving.show.counts import (
     RequestStep,
 )
 from sglang_dflash.serving.show.figures import COUNTS, SET_UP
+from sglang_dflash.serving.show.step_times import StepTimes
 from sglang_dflash.serving.start import choose_worker
 from sglang_dflash.serving.step.scheduler import count_kept_tokens
 from tests.conftest import random_model, raw_config, with_own
 from tests.recording import OpRecorder
 from tests.serving.in_process import worker_of
+from tests.serving.test_step_times import Clock
 
 PAGE = (Path(__file__).parents[2] / "docs/operating.md").read_text()
 LABELS = {"model_name": "m"}
@@ -190,6 +193,32 @@ def test_only_steps_with_drafts_are_judged(caplog: pytest.LogCaptureFixture) -> 
     assert fed.watch.alarm.recent is None
     fed.watch.add([RequestStep(7, 0, 1), RequestStep(7, 2, 3)] * JUDGED_STEPS)
     assert fed.watch.alarm.recent == fed.watch.recent_acceptance_length == 2.0
+
+
+def test_that_drafts_do_not_pay_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By the times of the server's own steps, of which 40 % are the drafts'."""
+    worker = worker_of()
+    figures = worker.figures
+    figures.times = StepTimes(clock := Clock())
+    for _ in range(ENOUGH_STEPS):
+        with figures.times.step():
+            for phase, seconds in {"propose": 0.3, "verify": 0.5, "commit": 0.1}.items():
+                with figures.times.phase(phase):
+                    clock.passes(seconds)
+            clock.passes(0.1)
+    worker.widths.steps[4] += ENOUGH_STEPS
+
+    def told() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "do not pay" in r.getMessage()]
+
+    worker.learn([RequestStep(3, 1, 2)] * JUDGED_STEPS, 4, {})
+    assert told() == []
+    seldom = [RequestStep(3, 1, 2), *[RequestStep(3, 0, 1)] * 3] * (JUDGED_STEPS // 4)
+    for _ in range(4):
+        worker.learn(seldom, 4, {})
+    (line,) = told()
+    assert "acceptance length 1.62, and a step takes 1.67 times" in line
+    assert figures.watch.alarm.raised is False
 
 
 # -- what is shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sglang_dflash.drafting.acceptance_length import (
@@ -87,6 +87,7 @@ class DraftWatch:
         draft_kv_entries: int,
         notices: Sequence[Notice] = (),
         speaks: bool = True,
+        verdict: Callable[[], str | None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -94,12 +95,14 @@ class DraftWatch:
             draft_kv_entries: for the message.
             notices: what was warned of at start-up, the likeliest causes of a low acceptance.
             speaks: whether to log; of the ranks of one server, one should.
+            verdict: in words, that drafts do not pay; asked every `JUDGED_STEPS` until they do not.
         """
         self.alarm = AcceptanceAlarm()
         self._seen = self._window_start = DraftCounts()
         self._counters, self._speaks, self._entries = counters, speaks, draft_kv_entries
         self._steps = 0
         self._warned_of_context = False
+        self._verdict, self._unjudged = verdict, 0
         self._known = "".join(f"; first of all, {found.problem}" for found in notices)
 
     def add(self, steps: Sequence[RequestStep]) -> None:
@@ -120,6 +123,7 @@ class DraftWatch:
         if self._steps >= JUDGED_STEPS:
             self._judge_context(counts - self._window_start)
             self._steps, self._window_start = 0, counts
+        self._judge_times(len(steps))
 
     def _judge_context(self, recent: DraftCounts) -> None:
         share = recent.context_share
@@ -131,6 +135,16 @@ class DraftWatch:
             f"which lowers acceptance: raise --speculative-dflash-draft-kv-tokens (now "
             f"{self._entries})"
         )
+
+    def _judge_times(self, steps: int) -> None:
+        """Tell once if drafts take more time than they save."""
+        self._unjudged += steps
+        if self._unjudged < JUDGED_STEPS:
+            return
+        self._unjudged, verdict = 0, self._verdict()
+        if verdict is not None:
+            self._verdict = lambda: None
+            self._warn(f"{verdict}. `sglang-dflash doctor URL` tells from when they pay.")
 
     def _warn(self, message: str) -> None:
         if self._speaks:

@@ -226,7 +226,9 @@ class Figures:
         self.counts = AcceptanceCounts(self.options.verify_block)
         self.times = StepTimes()
         counters, speaks = self.drafter.counters, self.tp.rank == 0
-        self.watch = DraftWatch(counters, self.draft_kv_entries, self.notices, speaks)
+        self.watch = DraftWatch(
+            counters, self.draft_kv_entries, self.notices, speaks, self.not_paying
+        )
         self._series = None if self.labels is None else Series(self, self.labels)
         show_info(self.labels, server.labels(self.describe()))
 
@@ -254,6 +256,20 @@ class Figures:
     def head_bytes(self) -> HeadBytes:
         itemsize = self.model.dtype.itemsize
         return head_bytes(self.model.config, self.options.draft_block, itemsize)
+
+    def not_paying(self) -> str | None:
+        """In words, as `doctor` has it, that drafts do not pay; None if they do, if that is not
+        known, or if the alarm has told. Reads nothing from the device."""
+        if self.watch.alarm.raised:
+            return None
+        counts = {row.key: row.source(self) for row in COUNTS if row.key in server.JUDGED_BY}
+        device = self.caches[0].kv.device.type
+        state = {
+            "dflash": counts | dict(self.policy.report()),
+            "machine": {"accelerator": None if device == "cpu" else device},
+        }
+        judged = server.ServerInfo({"internal_states": [state]})
+        return judged.plainly or judged.losing
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         """Take in what live requests got from one decode step."""
