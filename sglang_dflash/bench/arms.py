@@ -20,14 +20,13 @@ from sglang_dflash.bench.server import (
     dtype_flags,
     together,
 )
-from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.bench.settings import WIDTH, BenchSettings
 from sglang_dflash.drafting.machine import available_bytes
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.published import look_up
 
 SIMULATED_LENGTH = "SGLANG_SIMULATE_ACC_LEN"
-WIDTH = "--speculative-dflash-width"
 
 # Arm -> the server to start, or the URL of one that runs.
 Arms = dict[str, Program | str]

@@ -28,7 +28,7 @@ Ask = Callable[[load.Endpoint, Prompt, list[str]], load.Answer]
 
 
 def main(given: Mapping[str, Any]) -> None:
-    """Compare, write results.json and table.md, and print the table and, as one line, the JSON.
+    """Compare, write results.json and table.md, and print one of them.
 
     Args:
         given: fields of `BenchSettings`.
@@ -58,13 +58,12 @@ def main(given: Mapping[str, Any]) -> None:
     counts = {name: len(found) for name, found in prompts.items()}
     result = report.summarize(settings, counts, distinct, measured)
     text, drawn = report.markdown(result), out / "throughput.png"
-    print(text)
+    print(json.dumps(result) if settings.as_json else text)
     if settings.picture:
         picture.draw(result, drawn)
         text += f"\n![throughput by concurrency]({drawn.name})\n"
     (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     (out / "table.md").write_text(text)
-    print(json.dumps(result))
 
 
 def load_prompts(settings: BenchSettings, count: int) -> Prompts:

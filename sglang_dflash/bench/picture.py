@@ -74,8 +74,9 @@ def _panel(axis: Any, rows: list[dict[str, Any]], arms: list[str]) -> None:
         bars = axis.bar(
             at, rates, width * 0.92, label=arm, yerr=ranges, error_kw={"elinewidth": 0.8}
         )
-        labels = [f"{'~' if one['within_noise'] else ''}{one['ratio']:.2f}x" for one in found]
-        axis.bar_label(bars, labels, fontsize=7, padding=2)
+        if len(arms) > 1:
+            labels = [f"{'~' if one['within_noise'] else ''}{one['ratio']:.2f}x" for one in found]
+            axis.bar_label(bars, labels, fontsize=7, padding=2)
     axis.set_xticks(range(len(levels)), [str(level) for level in levels])
     axis.set(xlabel="concurrency (requests at a time)", ylabel="output tokens per second")
     axis.margins(y=0.12)

@@ -10,7 +10,7 @@ import numpy as np
 
 from sglang_dflash.bench.differences import NearTie, Runs, differences
 from sglang_dflash.bench.load import SEEDED, Answer, Pass
-from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.bench.settings import WIDTH, BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.facts.embedded import kinds
@@ -100,7 +100,8 @@ def rows(runs: Runs) -> list[dict[str, Any]]:
     """All rows.
 
     `ratio`: median throughput over the first arm's at the same data set and concurrency;
-    `within_noise`: whether that is no difference (`is_within_noise`), None for the first arm.
+    None for an arm alone. `within_noise`: whether that is no difference (`is_within_noise`), None
+    for the first arm.
     """
     found = []
     for (dataset, concurrency), by_arm in runs.items():
@@ -108,12 +109,13 @@ def rows(runs: Runs) -> list[dict[str, Any]]:
         rates = {arm: [one.tokens_per_second for one in of] for arm, of in by_arm.items()}
         first, base = next(iter(rates.items()))
         for arm, passes in by_arm.items():
+            ratio = round(float(np.median(rates[arm]) / np.median(base)), 3)
             found.append(
                 {
                     "dataset": dataset,
                     "concurrency": concurrency,
                     "arm": arm,
-                    "ratio": round(float(np.median(rates[arm]) / np.median(base)), 3),
+                    "ratio": ratio if len(by_arm) > 1 else None,
                     "within_noise": None if arm == first else is_within_noise(rates[arm], base),
                     **row(passes),
                 }
@@ -161,8 +163,9 @@ def summarize(
     if simulated is None:
         differing = {arm: len(places) for arm, places in differences(runs).items()}
     in_turns = "all servers at once, arms taking turns"
-    pair = None if settings.base_url else settings.embedded
+    pair = settings.of_the_pair
     return {
+        "width": _width(settings, measured),
         "outputs": _outputs(settings, measured, differing),
         "differing_answers": differing,
         "near_ties": {arm: one.as_dict() for arm, one in measured.near_ties.items()},
@@ -188,8 +191,19 @@ def summarize(
     }
 
 
+def _width(settings: BenchSettings, measured: Measured) -> str | None:
+    """In words, that the arm dflash is not what a server is by default; None if it is."""
+    is_cpu = any(one["device"].startswith("CPU") for one in measured.servers.values())
+    if not (is_cpu and settings.verifies_whole_blocks):
+        return None
+    return (
+        f"the arm dflash verifies whole blocks ({WIDTH} fixed); a server on a CPU is adaptive by "
+        f"default: `-- {WIDTH} auto` measures that"
+    )
+
+
 def _outputs(settings: BenchSettings, measured: Measured, differing: dict[str, int] | None) -> str:
-    """The report's first line. `differing`: None if outputs were not compared."""
+    """What came of comparing outputs. `differing`: None if outputs were not compared."""
     if differing is None:
         return (
             f"acceptance is SIMULATED at {settings.simulated_acceptance:g} tokens per step: "
@@ -224,7 +238,8 @@ def card(result: dict[str, Any]) -> list[str]:
     ratios += "than the two ranges together"
     if result["rounds"] < LEAST_ROUNDS:
         ratios = f"ratios: too few rounds show no spread; --rounds {LEAST_ROUNDS} or more do"
-    lines = [result["outputs"], *_servers(result)]
+    lines = [] if result["width"] is None else [result["width"]]
+    lines += [result["outputs"], *_servers(result)]
     if result["text"] is not None:
         lines.append(f"text of the pair: {result['text']}")
     client = result["client"]
@@ -234,8 +249,8 @@ def card(result: dict[str, Any]) -> list[str]:
         f"command: {result['command']}",
         f"prompts: {sets}; at most {result['max_new_tokens']} new tokens each; "
         f"{result['sampling']}; rounds: {result['rounds']}; {result['order']}",
-        ratios,
     ]
+    lines += [ratios] if len(result["arms"]) > 1 else []
     lines += _repeated(result)
     if result["prefix_cache_kept"]:
         arms = ", ".join(result["prefix_cache_kept"])
@@ -283,12 +298,13 @@ def times(one: dict[str, Any], name: str) -> str:
 def cells(one: dict[str, Any]) -> dict[str, Any]:
     """A row as the table shows it: title -> text."""
     spread = f" ({one['output_tok_s_min']} to {one['output_tok_s_max']})"
+    noise = "~" if one["within_noise"] else ""
     return {
         "data set": one["dataset"],
         "concurrency": one["concurrency"],
         "arm": one["arm"],
         "output tok/s (range)": f"{one['output_tok_s']}{spread}",
-        "ratio": f"{'~' if one['within_noise'] else ''}{one['ratio']}x",
+        "ratio": "-" if one["ratio"] is None else f"{noise}{one['ratio']}x",
         **{f"{title} p50/p95/p99": times(one, name) for name, title in TIMES.items()},
         "acceptance length": one["acceptance_length"] or "-",
     }

@@ -18,6 +18,7 @@ from sglang_dflash.facts.public_target import KIND
 # two cores: the embedded dense pair in under ten minutes.
 ON_ACCELERATOR = {"concurrency": "1,8,16,32", "num_prompts": 128, "max_new_tokens": 1024}
 VLLM_ARMS = ("vllm", "vllm-dflash")
+WIDTH = "--speculative-dflash-width"
 # Arms that cannot be compared by a seed, and why.
 _UNSEEDED = {"builtin": "samples without regard to a seed"} | dict.fromkeys(
     VLLM_ARMS, "has random numbers of its own"
@@ -121,6 +122,7 @@ class BenchSettings:
     output_file: str | None = setting(
         None, "also write the report to this file, as JSON", metavar="FILE"
     )
+    as_json: bool = setting(False, "print one JSON object in place of the table")
     picture: bool = setting(
         False,
         "also draw throughput.png in the folder of --out (needs matplotlib: sglang-dflash[bench])",
@@ -205,6 +207,24 @@ class BenchSettings:
         if self.embedded == KIND:
             return ("chat",)
         return ("demo", "stdlib") if self.embedded else ("stdlib",)
+
+    @property
+    def of_the_pair(self) -> str | None:
+        """The embedded pair if what is measured is its own text; None otherwise."""
+        own = ("chat",) if self.embedded == KIND else ("demo", "stdlib")
+        asked = self.datasets
+        is_own = self.embedded and not self.base_url and asked and set(asked) <= set(own)
+        return self.embedded if is_own else None
+
+    @property
+    def verifies_whole_blocks(self) -> bool:
+        """Whether the arm dflash has a fixed width where a server on a CPU would be adaptive."""
+        # With either of these its width is fixed by default, too.
+        if self.temperature or self.simulated_acceptance is not None or self.base_url:
+            return False
+        asked = any(flag.startswith(WIDTH) for flag in self.server_flags)
+        ours = not self.arms or "dflash" in self.arms
+        return bool(self.embedded and ours and not asked)
 
 
 def made_folder(field: str, folder: Path) -> Path:

@@ -16,6 +16,7 @@ FLAGS = spelled(
     ),
     arms="--arm",
     pair="--model",
+    as_json="--json",
     dataset="--dataset --dataset-name",
     concurrency="--concurrency --max-concurrency",
 )  # fmt: skip

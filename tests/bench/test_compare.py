@@ -41,7 +41,7 @@ def test_running_servers_are_compared_in_turns(tmp_path: Path, capsys: Captured)
         asked = [*urls(a, b), "--concurrency", "1,3", "--rounds", "2"]
         code, out, err = bench(capsys, tmp_path / "new", *asked)
     result = read(tmp_path / "new")
-    assert code == 0 and json.loads(out.splitlines()[-1]) == result
+    assert code == 0 and not [line for line in out.splitlines() if line.startswith("{")]
     assert {"results.json", "table.md"} == {p.name for p in (tmp_path / "new").iterdir()}
     assert (tmp_path / "new" / "table.md").read_text() in out
     # Without a terminal, lines.
@@ -52,8 +52,22 @@ def test_running_servers_are_compared_in_turns(tmp_path: Path, capsys: Captured)
     # Level by level: warm-up of both, then one arm after the other, then in reverse order.
     order = [name for name, _, _ in log]
     assert order[:2] == ["sg", "vllm"] and order[2:14] == ["sg"] * 3 + ["vllm"] * 6 + ["sg"] * 3
+    assert result["text"] is result["width"] is None
     # Plain texts are continued to the full length.
     assert all(body.get("sampling_params", body)["ignore_eos"] is True for _, _, body in log)
+
+
+def test_one_arm_has_no_ratio_and_json_is_printed_alone(tmp_path: Path, capsys: Captured) -> None:
+    with FakeServer("x", echo, [], sglang=True) as server:
+        asked = [*urls(server), "--concurrency", "1", "--rounds", "1"]
+        code, out, _ = bench(capsys, tmp_path / "a", *asked)
+        assert code == 0 and "ratios:" not in out and "1.0x" not in out
+        (row,) = read(tmp_path / "a")["rows"]
+        cells = next(line for line in out.splitlines() if line.startswith("| stdlib "))
+        cells = cells.split(" | ")
+        assert row["ratio"] is None and cells[4] == "-"
+        code, out, _ = bench(capsys, tmp_path / "b", *asked, "--json")
+    assert code == 0 and json.loads(out) == read(tmp_path / "b")
 
 
 def test_a_few_prompts_of_ones_own_repeat_and_the_report_says_so(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -108,6 +109,34 @@ def test_the_report_tells_whether_an_embedded_pair_knows_its_text() -> None:
     )
     assert "both models have memorized" in dense
     assert "chats" in chat
+    # Of one's own prompts it knows nothing, nor of another pair's.
+    for other in ({"dataset_file": "mine.jsonl"}, {"dataset": ("demo",)}):
+        settings = BenchSettings(pair="smollm2", **other)
+        assert report.summarize(settings, one, one, measured)["text"] is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "differs"),
+    [
+        ({"pair": "smollm2"}, "CPU, 2 cores", True),
+        ({}, "CPU, 2 cores", True),
+        ({}, "an H100", False),
+        ({"server_flags": ("--speculative-dflash-width", "auto")}, "CPU, 2 cores", False),
+        ({"arms": ("ar", "builtin")}, "CPU, 2 cores", False),
+        ({"target": "T", "draft": "D"}, "CPU, 2 cores", False),
+        ({"temperature": 0.6}, "CPU, 2 cores", False),
+    ],
+    ids=str,
+)
+def test_the_report_begins_with_what_a_server_does_differently(
+    asked: dict[str, Any], device: str, differs: bool
+) -> None:
+    runs: Runs = {("demo", 1): {"ar": [made_up(["x"])], "dflash": [made_up(["x"])]}}
+    told = {**TOLD, "device": device}
+    measured = Measured(runs, servers={"ar": told, "dflash": told})
+    result = report.summarize(BenchSettings(**asked), {"demo": 1}, {"demo": 1}, measured)
+    first = report.card(result)[0]
+    assert ("`-- --speculative-dflash-width auto` measures that" in first) == differs
 
 
 def test_differences_name_prompt_arm_and_place() -> None:

@@ -229,5 +229,5 @@ def test_a_pairs_card_has_a_command_for_each_engine(kind: str) -> None:
     flags = vllm.dflash_flags(str(pair.draft))
     given = json.loads(str(flags["--speculative-config"])) | {"model": draft}
     assert json.loads(rest[-1]) == given
-    (ours,) = [line for line in card.splitlines() if " sglang.launch_server " in line]
+    (ours,) = [line for line in card.splitlines() if line.startswith("    sglang serve ")]
     assert f"--model-path {target} " in ours and ours.endswith(draft)
