@@ -49,11 +49,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="cuda or cpu",
     )
     add("--only", choices=STAGES, help="the only stage to run")
-    add("--shards", type=int, default=10, help="of the text")
+    add("--shards", type=int, default=10, help="of the text (default: %(default)s)")
     add("--chats", type=int, help="of a shard (default: 512, on a GPU 2048)")
-    add("--steps", type=int, default=4000, help="of the v1 draft")
-    add("--dflash2-steps", type=int, default=1000)
-    add("--milestone", type=float, default=600, help="seconds from one to the next")
+    add("--steps", type=int, default=4000, help="of the v1 draft (default: %(default)s)")
+    add("--dflash2-steps", type=int, default=1000, help="of the other (default: %(default)s)")
+    add(
+        "--milestone",
+        type=float,
+        default=600,
+        help="seconds from one to the next (default: %(default)s)",
+    )
     return parser.parse_args(argv)
 
 
