@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.shapes import folder_of
+from experiments.shapes import context_of, folder_of
 from sglang_dflash.bench import load
 from sglang_dflash.bench.arms import arms_of
 from sglang_dflash.bench.datasets import Prompt
@@ -108,6 +108,10 @@ def settings_of(options: Options, models: dict[str, str], accelerator: bool) -> 
     requests = max(settings.levels)
     # The same for all: SGLang's own default depends on the worker.
     bounds = ["--skip-tokenizer-init", "--max-running-requests", str(requests)]
+    # SGLang's worker refuses a draft that was made for shorter contexts than the target.
+    context = context_of(map(Path, models.values()))
+    if context is not None:
+        bounds += ["--context-length", str(context)]
     return replace(settings, server_flags=(*bounds, *shlex.split(options.flags)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,22 @@ def folder_of(role: str, name: str, home: Path) -> Path:
     if facts.unknown:
         lacking = ", ".join(facts.unknown)
         raise ConfigError(role, name, f"a folder with its config.json; not known here: {lacking}")
-    config = facts.config if role == "draft" else completed(name, facts.config)
+    config = dict(facts.config) if role == "draft" else completed(name, facts.config)
+    if role == "draft" and "sliding_attention" in config.get("layer_types", ()):
+        # Without it the class of Transformers forgets sliding_window, which SGLang's worker reads.
+        config.setdefault("use_sliding_window", True)
     folder = home / facts.name.replace("/", "--")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=1))
     return folder
+
+
+def context_of(folders: Iterable[Path]) -> int | None:
+    """The longest context that all of these models were made for, in tokens; None if no config
+    tells."""
+    configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
+    known = [c.get("text_config", c).get("max_position_embeddings") for c in configs]
+    return min(filter(None, known), default=None)
 
 
 def completed(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,4 +67,5 @@ def completed(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
         required = f"a folder with its config.json; Transformers does not know {model_type!r}"
         raise ConfigError("target", name, required)
     fields["architectures"] = [architecture]
-    return AutoConfig.for_model(model_type, **fields).to_dict()
+    # SGLang reads fields that the class of Transformers forgets, such as full_attention_interval.
+    return {**fields, **AutoConfig.for_model(model_type, **fields).to_dict()}

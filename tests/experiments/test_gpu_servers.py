@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from experiments import gpu_servers, runner
 from experiments.gpu_servers import SESSION_TOKENS, last_lines, step_ms
-from experiments.shapes import folder_of
+from experiments.shapes import context_of, folder_of
 from sglang_dflash.bench.load import Answer
 from sglang_dflash.bench.server import ServerConfig
 from sglang_dflash.facts.draft_config import DraftConfig
@@ -93,6 +94,8 @@ def test_all_servers_get_the_same_and_random_prompts(servers: list[Any]) -> None
     for server in servers:
         flags = server.config.args()
         assert {"dummy", "--skip-tokenizer-init", "bfloat16"} <= set(flags)
+        # The draft's; the target's is longer, and SGLang's worker refuses that.
+        assert flags[flags.index("--context-length") + 1] == "40960"
         (env,) = {server.config.env.get("SGLANG_SIMULATE_ACC_LEN")}
         assert env == ("4" if "--speculative-algorithm" in flags else None)
 
@@ -132,6 +135,18 @@ def test_a_log_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "no.log") == []
 
 
+def test_the_context_is_that_of_the_shortest(tmp_path: Path) -> None:
+    def folder(name: str, **config: Any) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        return tmp_path / name
+
+    nested = folder("nested", text_config={"max_position_embeddings": 4096})
+    flat, silent = folder("flat", max_position_embeddings=8192), folder("silent")
+    assert context_of([flat, silent, nested]) == 4096
+    assert context_of([flat, silent]) == 8192 and context_of([silent]) is None
+
+
 def test_folders_have_the_published_shapes(tmp_path: Path) -> None:
     refused = set()
     for name, facts in shipped("target").items():
@@ -142,17 +157,23 @@ def test_folders_have_the_published_shapes(tmp_path: Path) -> None:
             continue
         assert TargetGeometry.from_pretrained(folder) == TargetGeometry.from_dict(facts.config)
         config = json.loads((folder / "config.json").read_text())
+        # SGLang's own classes read what those of Transformers forget.
+        text = facts.config.get("text_config", facts.config)
+        assert text.keys() <= config.keys(), name
         assert config["architectures"] and config["dtype"] == "bfloat16"
         assert config["max_position_embeddings"] >= 32768
     assert refused == {
         ("target", "moonshotai/Kimi-K2.5"),
         ("target", "meta-models/Muse-Glimmer-30B"),
     }
-    for name in (published_draft("Qwen/Qwen3-8B"), published_draft("Qwen/Qwen3.5-27B")):
+    dense, hybrid = published_draft("Qwen/Qwen3-8B"), published_draft("Qwen/Qwen3.5-27B")
+    windows = {dense: None, hybrid: 4096}
+    for name in windows:
         folder = folder_of("draft", name, tmp_path)
         assert DraftConfig.from_pretrained(folder) == DraftConfig.from_dict(
             shipped("draft")[name].config
         )
+        assert AutoConfig.from_pretrained(folder).sliding_window == windows[name]
     with pytest.raises(ConfigError, match="mask_token_id"):
         folder_of("draft", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", tmp_path)
     own = demo_pair("dense").target

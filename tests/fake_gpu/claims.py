@@ -164,6 +164,14 @@ def a_capture_refuses_waits() -> None:
     assert not torch.cuda.is_current_stream_capturing()
 
 
+def a_generator_has_a_device() -> None:
+    generator = torch.Generator("cuda")
+    x = torch.empty(3, device="cuda")
+    first, again = (x.uniform_(generator=generator.manual_seed(5)).tolist() for _ in range(2))
+    assert generator.device == x.device and first == again != x.uniform_().tolist()
+    assert torch.Generator().device.type == "cpu"
+
+
 def threads_have_it_too() -> None:
     made: list[Tensor] = []
     thread = threading.Thread(target=lambda: made.append(torch.ones(1, device="cuda")))
@@ -183,6 +191,7 @@ CLAIMS = (
     a_graph_replays_on_the_memory_of_its_capture,
     tensors_are_made_on_the_current_device,
     a_capture_refuses_waits,
+    a_generator_has_a_device,
     threads_have_it_too,
 )
 

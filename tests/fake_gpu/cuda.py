@@ -54,6 +54,22 @@ class OnDevice(contextlib.ContextDecorator):
         set_device(self.prev_idx)
 
 
+class Generator(torch.Generator):
+    """`torch.Generator`: one of the GPU draws the host's numbers."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        return super().__new__(cls)
+
+    def __init__(self, device: Any = "cpu") -> None:
+        asked = torch.device(device)
+        on_gpu = asked.type == "cuda"
+        self._device = torch.device("cuda", index_of(asked)) if on_gpu else asked
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+
 def index_of(device: Any) -> int:
     """The index of a device as torch.cuda takes it; negative or without one is the current one."""
     if isinstance(device, Tensor):
@@ -185,7 +201,7 @@ def replace_torch_cuda() -> None:
         (torch.accelerator, ACCELERATOR),
         (cuda.graphs, {"graph": Capturing, "CUDAGraph": CUDAGraph}),
         (cuda.streams, {"Stream": Stream, "Event": Event}),
-        (torch, {"Stream": Stream, "Event": Event}),
+        (torch, {"Stream": Stream, "Event": Event, "Generator": Generator}),
         (cuda.nccl, {"version": lambda: (2, 30, 7)}),
         (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), nothing)),
         (cuda.nvtx, {"range": lambda *args, **kwargs: contextlib.nullcontext()}),

@@ -20,13 +20,13 @@ from torch import Tensor
 from sglang_dflash.platform_cpu import seams as platform_cpu
 from tests.fake_gpu.gloo import GlooCommunicator
 from tests.fake_gpu.gpu import GPU
-from tests.fake_gpu.kernels import attention, elementwise, sampling, twins
+from tests.fake_gpu.kernels import attention, elementwise, recurrent, sampling, twins
 from tests.fake_gpu.launches import function, kernel
 from tests.fake_gpu.tensor import COMPILED, CudaTensor
 
 # A variable of a server: SGLang's attention in the interpreter, 50 times slower than torch code.
 INTERPRETED_ATTENTION = "FAKE_GPU_INTERPRETED_ATTENTION"
-# A variable of a server: torch code in place of our slowest kernels.
+# A variable of a server: torch code in place of the slowest kernels, ours and SGLang's.
 TWINS = "FAKE_GPU_TWINS"
 Hook = Callable[[Any], None]
 
@@ -105,6 +105,10 @@ def flashinfer_sampling(module: Any) -> None:
         setattr(module, name, run)
 
 
+def flashinfer_prefill(module: Any) -> None:
+    module.chunk_gated_delta_rule = recurrent.chunk_gated_delta_rule
+
+
 def flashinfer_norms(module: Any) -> None:
     """FlashInfer compiles them; sgl_kernel has the same."""
 
@@ -161,21 +165,21 @@ def choose_twins(module: Any, named: dict[str, Callable[..., Any]]) -> None:
 
 
 def twins_of_sglang() -> dict[str, Hook]:
-    """Kernels of recurrent layers, whose torch code the plain-CPU platform has."""
+    """Kernels of hybrid targets; of most the plain-CPU platform has the torch code."""
     seams = [
         seam
         for seam in platform_cpu.SEAMS
         # Methods are called with tensors in `self`: they stay.
         if ".gdn_ops." in str(seam.ours) and seam.attribute != "forward"
     ]
+    named: dict[str, dict[str, Callable[..., Any]]] = {
+        f"{ATTENTION}.{module}": dict(slow) for module, slow in recurrent.SLOW.items()
+    }
+    for seam in seams:
+        named.setdefault(seam.parent, {})[seam.attribute] = resolved(str(seam.ours))
     return {
-        module: partial(
-            choose_twins,
-            named={
-                x.attribute: function(resolved(str(x.ours))) for x in seams if x.parent == module
-            },
-        )
-        for module in {seam.parent for seam in seams}
+        module: partial(choose_twins, named={name: function(run) for name, run in twins.items()})
+        for module, twins in named.items()
     }
 
 
@@ -208,6 +212,7 @@ def pynccl(module: Any) -> None:
 ATTENTION = "sglang.kernels.ops.attention"
 HOOKS: dict[str, Hook] = {
     "sglang.kernels.jit.utils.compile.loader": jit_loader,
+    "flashinfer.gdn_prefill": flashinfer_prefill,
     "flashinfer.norm": flashinfer_norms,
     "flashinfer.sampling": flashinfer_sampling,
     f"{ATTENTION}.fla.op": late_bound_math,
