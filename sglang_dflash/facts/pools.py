@@ -6,6 +6,7 @@ A server's sizing and `sglang-dflash inspect` call the same functions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_dflash.facts.sizes import Charge, GroupKV
@@ -121,3 +122,74 @@ def at_a_time(tokens: int, running: int, context: int, reserved: int) -> int:
         reserved: tokens that a verify step takes ahead of each.
     """
     return min(running, tokens // (context + reserved))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Requests that a server's pools let run at a time.
+
+    Attributes:
+        tokens: of the target's KV pool.
+        tokens_given: whether --max-total-tokens says how many.
+        requests: --max-running-requests.
+        context: tokens of a request, at most.
+        reserved: tokens that a step takes ahead of each request.
+        states: recurrent states; None without such layers.
+        per_request: states that SGLang counts for a running request.
+        state: bytes of a state.
+    """
+
+    tokens: int
+    tokens_given: bool
+    requests: int
+    context: int
+    reserved: int
+    states: int | None = None
+    per_request: int = STATES_PER_REQUEST
+    state: int = 0
+
+    @property
+    def carried(self) -> int:
+        """Requests that the recurrent states let run."""
+        if self.states is None:
+            return self.requests
+        return running_requests(self.requests, self.states, self.per_request)
+
+    def __str__(self) -> str:
+        """The pools, how many long requests they run, and the flag that moves that."""
+        length = min(self.context, SESSION_TOKENS)
+        held = at_a_time(self.tokens, self.tokens, length, self.reserved)
+        states = "" if self.states is None else (
+            f", {self.states:,} recurrent states carry {self.states // self.per_request} "
+            f"({self.per_request} each)"
+        )  # fmt: skip
+        if min(held, self.carried) == self.requests:
+            bound = f"--max-running-requests {self.requests} bounds it"
+        elif self.carried < held:
+            bound = "the states bound it: --max-mamba-cache-size"
+        else:
+            flag = "--max-total-tokens" if self.tokens_given else "--mem-fraction-static"
+            bound = f"K/V bounds it: {flag}"
+        return (
+            f"{min(held, self.carried)} requests of {length:,} tokens run at a time: K/V of "
+            f"{self.tokens:,} tokens holds {held}{states}; {bound}"
+        )
+
+    def shortfall(self) -> str | None:
+        """Why fewer requests run at a time than --max-running-requests says, however short they
+        are; None if as many do."""
+        # SGLang runs no more than one request for two tokens.
+        by_tokens = self.tokens // 2
+        running = min(self.carried, by_tokens)
+        if running >= self.requests:
+            return None
+        said = f"--max-running-requests {self.requests}: {running} run at a time, for "
+        if self.states is None or by_tokens < self.carried:
+            return f"{said}K/V has {self.tokens:,} tokens; raise --mem-fraction-static"
+        needed = self.requests * self.per_request
+        gib = (needed - self.states) * self.state / 2**30
+        return (
+            f"{said}{self.states} recurrent states carry no more ({self.per_request} each); "
+            f"--max-mamba-cache-size {needed} carries {self.requests} and takes {gib:.2f} GiB of "
+            "K/V"
+        )

@@ -74,6 +74,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, given in (
         ("table_positions", COLUMNS),
         ("note_plan", None),
+        ("running_requests_of", 2),
         ("captured_sizes", (2,)),
     ):
         monkeypatch.setattr(build.memory, name, lambda *_, given=given: given)

@@ -145,7 +145,7 @@ def test_what_is_kept_is_what_was_reserved(
             kept = (part for part in vars(attention).values() if isinstance(part, torch.Tensor))
             workspaces += sum(tensor.nbytes for tensor in kept)
         columns += group.reach.of(POSITIONS)
-        kv, entries = plan.group_kv(group.layers), cache.num_entries
+        kv, entries = plan.draft_kv(RUNNING)[drafter.groups.index(group)], cache.num_entries
         assert cache.kv[0].nbytes + tags == kv.token_bytes
         if group.reach.is_bounded:
             assert isinstance(cache, RingKVCache) and entries == kv.ring
@@ -307,7 +307,7 @@ def test_a_server_shows_and_hands_on_what_it_needs(
         told = plan_memory(replace(plan, recorder=OpRecorder, rollback=REPLAYS), model_config)
     assert told.needed.total == sum(told.needed) and told.replay and told.recorded
     assert told.needed.after_graphs(told.recorded) == 0
-    assert told.draft_kv == ((3 * 2 * 2 * 16 * 4, 2 * RUNNING * (300 + 4)),)
+    assert told.draft_kv(told.running) == ((3 * 2 * 2 * 16 * 4, 2 * RUNNING * (300 + 4)),)
     (line,) = caplog.messages
     assert line.startswith(
         "sglang-dflash: reserved beside draft K/V, before the KV pools are sized: "
@@ -355,6 +355,7 @@ def test_what_replay_keeps_is_reserved_once(
         is_draft_worker=False, spec_aux_config=SimpleNamespace(plan=replays), model_config=model,
         spec_algorithm=SpeculativeAlgorithm.DFLASH, mambaish_config=HYBRID, attn_dp_size=1,
     )  # fmt: skip
+    monkeypatch.setattr(memory, "_splits_by_default", lambda _: False)
     by_pool = 2**30 * (1 - size_state_pool(lambda _, rest_gb: rest_gb, configurator, 1.0))
 
     pool = ReplayPool(

@@ -31,6 +31,7 @@ from sglang_dflash.serving.start.memory import (
 from tests.conftest import raw_config
 
 TARGET, DRAFT, MEMORY = 1000, 250, 10_000_000
+RUNNING, NOTHING = 8, DraftMemory()
 
 
 def runner_with(plan: MemoryPlan | None, is_draft_worker: bool = False) -> Any:
@@ -44,8 +45,17 @@ def runner_with(plan: MemoryPlan | None, is_draft_worker: bool = False) -> Any:
         spec_algorithm=SpeculativeAlgorithm.DFLASH,
         spec_aux_config=runner.spec_aux_config,
         dflash_draft_cell_size_per_token=DRAFT,
+        mambaish_config=None,
+        attn_dp_size=1,
+        model_config=SimpleNamespace(context_len=2048),
+        post_capture_kv_active=False,
     )
     return runner
+
+
+def planned(*groups: GroupKV, needed: DraftMemory = NOTHING) -> MemoryPlan:
+    """A plan whose rings do not depend on the requests."""
+    return MemoryPlan(lambda _: groups, RUNNING, replay=False, needed=needed)
 
 
 def sglang_sizing(configurator: Any, budget_bytes: int) -> Any:
@@ -66,6 +76,9 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.model_executor import pool_configurator
 
     monkeypatch.setattr(pool_configurator, "get_parallel", lambda: SimpleNamespace(attn_dcp_size=1))
+    schedule = SimpleNamespace(max_running_requests=RUNNING, max_total_tokens=None)
+    monkeypatch.setattr(memory, "get_schedule", lambda: schedule)
+    monkeypatch.setattr(memory, "get_alloc_reserve_per_decode", lambda: 32)
 
 
 def tokens(runner: Any, budget_bytes: int = MEMORY) -> int:
@@ -94,7 +107,7 @@ SIZED: list[tuple[tuple[GroupKV, ...], int, list[int | None]]] = [
 def test_rings_leave_the_target_more_tokens(
     groups: tuple[GroupKV, ...], expected: int, entries: list[int | None]
 ) -> None:
-    runner = runner_with(MemoryPlan(groups, replay=False))
+    runner = runner_with(planned(*groups))
     # Without the row, SGLang's sizing alone.
     assert sglang_sizing(runner.kv_cache_configurator, MEMORY).max_total_num_tokens == 8_000
     assert tokens(runner) == expected
@@ -111,7 +124,7 @@ def test_rings_leave_the_target_more_tokens(
     assert tokens(runner, expected * TARGET) == expected
 
 
-@pytest.mark.parametrize("plan", [None, MemoryPlan((RING,), replay=False)], ids=["other", "draft"])
+@pytest.mark.parametrize("plan", [None, planned(RING)], ids=["other", "draft"])
 def test_a_runner_that_our_worker_does_not_serve_is_sized_by_sglang(
     plan: MemoryPlan | None,
 ) -> None:
@@ -121,8 +134,8 @@ def test_a_runner_that_our_worker_does_not_serve_is_sized_by_sglang(
 
 
 def test_what_is_needed_beside_is_left_free() -> None:
-    assert tokens(runner_with(MemoryPlan((GroupKV(DRAFT, None),), False, NEEDED))) == 7_200
-    assert tokens(runner_with(MemoryPlan((RING,), False, NEEDED))) == (
+    assert tokens(runner_with(planned(GroupKV(DRAFT, None), needed=NEEDED))) == 7_200
+    assert tokens(runner_with(planned(RING, needed=NEEDED))) == (
         (MEMORY - 1_000_000 - 2_000 * 255) // 1_004
     )
 
@@ -130,16 +143,14 @@ def test_what_is_needed_beside_is_left_free() -> None:
 def test_what_is_allocated_is_not_left_free_again() -> None:
     """After graphs were captured, only what eager steps will need is missing."""
     needed = DraftMemory(slot_tables=750_000, logits=150_000, activations=100_000)
-    runner = runner_with(MemoryPlan((GroupKV(DRAFT, None),), replay=False, needed=needed))
+    runner = runner_with(planned(GroupKV(DRAFT, None), needed=needed))
     assert tokens(runner) == 7_200
     assert tokens(runner, 7_200_000) == 6_950
 
 
 @pytest.mark.parametrize("reserved", [MEMORY, MEMORY + 1])
 def test_no_room_for_the_drafter_is_refused(reserved: int) -> None:
-    runner = runner_with(
-        MemoryPlan((GroupKV(DRAFT, None),), replay=False, needed=DraftMemory(logits=reserved))
-    )
+    runner = runner_with(planned(GroupKV(DRAFT, None), needed=DraftMemory(logits=reserved)))
     with pytest.raises(ConfigError) as refused:
         tokens(runner)
     assert refused.value.field == "--mem-fraction-static"

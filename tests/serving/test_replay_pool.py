@@ -26,7 +26,7 @@ from tests.seam.originals import original
 from tests.serving.fake_cuda import FakeCuda
 from tests.serving.recurrent_target import gdn_layer, recorded_runner
 
-REPLAY, SNAPSHOT = MemoryPlan(None, replay=True), MemoryPlan(None, replay=False)
+REPLAY, SNAPSHOT = (MemoryPlan(lambda _: (), 4, replay=replay) for replay in (True, False))
 
 
 def configurator(plan: MemoryPlan | None) -> Any:
@@ -40,6 +40,7 @@ def configurator(plan: MemoryPlan | None) -> Any:
 def test_sizing_reserves_no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang reserves them for a speculative algorithm; replay's own bytes are taken off."""
     monkeypatch.setattr(memory, "_replay_bytes", lambda _: 2**29)
+    monkeypatch.setattr(memory, "_splits_by_default", lambda _: False)
     found: list[tuple[Any, float]] = []
 
     def handle(of: Any, rest_gb: float) -> float:

@@ -125,7 +125,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         rows, positions = requests.size, requests.req_to_token.shape[1]
         # If sliding layers have a pool of their own, `size` is the smaller one's.
         tokens = allocator.size_full
-        groups = plan.groups(tokens, tokens + allocator.page_size, rows, positions)
+        running = memory.running_requests_of(runner)
+        groups = plan.groups(tokens, tokens + allocator.page_size, rows, positions, running)
         if plan.is_checked:
             plan.check(groups, rows)
         if plan.hierarchical:

@@ -9,6 +9,7 @@ The worker's `MemoryPlan` reaches the sizing in SGLang's own description of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,13 +23,29 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
     SpecAuxHiddenStateConfig,
 )
-from sglang.srt.runtime_context import attention_backends, get_parallel, get_schedule, get_spec
+from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
+from sglang.srt.runtime_context import (
+    attention_backends,
+    get_context,
+    get_memory,
+    get_parallel,
+    get_schedule,
+    get_spec,
+)
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.facts import sizes
 from sglang_dflash.facts.draft_memory import DraftMemory, NarrowForwards, draft_memory
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.log import Log
+from sglang_dflash.facts.pools import (
+    STATE_RATIO,
+    Capacity,
+    StateDemand,
+    default_states,
+    running_requests,
+    sglang_states,
+)
 from sglang_dflash.facts.sizes import Charge, GroupKV, draft_kv_charge
 from sglang_dflash.facts.target_config import RecurrentShape
 from sglang_dflash.seam.restored import restored
@@ -45,14 +62,17 @@ class MemoryPlan:
     """What our worker needs beside the target's pools.
 
     Attributes:
-        draft_kv: of each group of draft layers.
+        draft_kv: of each group of draft layers, for so many running requests.
+        running: requests that the pools let run, for which rings are; --max-running-requests
+            before the sizing.
         replay: whether recurrent layers roll back by replay, so that no snapshots are kept.
         needed: of the drafter, beside weights and K/V.
         recorded: whether its steps are recorded.
         charge: what draft K/V takes beside the pool; None before the sizing.
     """
 
-    draft_kv: tuple[GroupKV, ...]
+    draft_kv: Callable[[int], tuple[GroupKV, ...]]
+    running: int
     replay: bool
     needed: DraftMemory = field(default_factory=DraftMemory)
     recorded: bool = False
@@ -81,7 +101,8 @@ def plan_memory(plan: Plan, model_config: Any) -> MemoryPlan:
     needed = draft_memory(plan.model.config, server)
     logger.info("reserved beside draft K/V, before the KV pools are sized: %s", needed)
     return MemoryPlan(
-        draft_kv=tuple(map(plan.group_kv, plan.layer_groups)),
+        draft_kv=plan.draft_kv,
+        running=plan.running,
         replay=plan.rollback is not None and plan.rollback.name == "replay",
         needed=needed,
         recorded=recorded,
@@ -130,8 +151,9 @@ def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: A
         # Sized again, after graphs were captured: the draft K/V is allocated and not in the budget.
         _charge_draft(configurator, plan, per_token=0)
         later = plan.needed.after_graphs(plan.recorded)
-        return original(configurator, budget_bytes - later, **others)
+        return _told(configurator, original(configurator, budget_bytes - later, **others))
     budget_bytes = _without_reserve(plan, budget_bytes)
+    plan = replace(plan, running=_carried(configurator, plan.running))
 
     def sized(charge: Charge) -> Any:
         _charge_draft(configurator, replace(plan, charge=charge), charge.per_token)
@@ -140,7 +162,36 @@ def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: A
     def fits(charge: Charge) -> int:
         return sized(charge).max_total_num_tokens if charge.once < budget_bytes else 0
 
-    return sized(draft_kv_charge(plan.draft_kv, fits))
+    config = sized(draft_kv_charge(plan.draft_kv(plan.running), fits))
+    return config if configurator.post_capture_kv_active else _told(configurator, config)
+
+
+def _carried(configurator: Any, requests: int) -> int:
+    """Those of so many requests that the recurrent states let run."""
+    if configurator.mambaish_config is None:
+        return requests
+    each = configurator._calculate_mamba_ratio()
+    return running_requests(requests, get_schedule().max_mamba_cache_size, each)
+
+
+def _told(configurator: Any, config: Any) -> Any:
+    """Log what runs at a time, and what keeps it below --max-running-requests."""
+    schedule, is_recurrent = get_schedule(), configurator.mambaish_config is not None
+    capacity = Capacity(
+        tokens=config.max_total_num_tokens,
+        tokens_given=schedule.max_total_tokens is not None,
+        requests=max(1, schedule.max_running_requests // configurator.attn_dp_size),
+        context=configurator.model_config.context_len,
+        reserved=get_alloc_reserve_per_decode(),
+        states=schedule.max_mamba_cache_size if is_recurrent else None,
+        per_request=configurator._calculate_mamba_ratio() if is_recurrent else 1,
+        state=_state_bytes(configurator) if is_recurrent else 0,
+    )
+    logger.info("%s", capacity)
+    short = capacity.shortfall()
+    if short is not None:
+        logger.warning("%s", short)
+    return config
 
 
 def _without_reserve(plan: MemoryPlan, budget_bytes: int) -> int:
@@ -161,6 +212,12 @@ def _charge_draft(configurator: Any, plan: MemoryPlan, per_token: int) -> None:
     # SGLang charges the bytes if there is a layer.
     note_plan(configurator, plan, dflash_draft_num_layers=int(per_token > 0))
     configurator.dflash_draft_cell_size_per_token = per_token or None
+
+
+def running_requests_of(runner: Any) -> int | None:
+    """Requests that the sized pools of the target's runner let run; None before the sizing."""
+    plan = plan_of(runner.kv_cache_configurator)
+    return None if plan is None else plan.running
 
 
 def note_eager_steps(configurator: Any) -> None:
@@ -205,12 +262,64 @@ def build_state_pool(original: Any, configurator: Any, **kwargs: Any) -> Any:
 
 def size_state_pool(original: Any, configurator: Any, total_rest_gb: float) -> float:
     """Around `KVCacheConfigurator._handle_max_mamba_cache`: reserve what replay keeps of a verify
-    forward, and no snapshots. Without a speculative algorithm SGLang reserves none."""
-    if not _replays(configurator):
+    forward, and no snapshots; choose the number of states where no flag does. Without a speculative
+    algorithm SGLang reserves no snapshots."""
+    plan = plan_of(configurator)
+    if plan is None or not plan.replay:
         return original(configurator, total_rest_gb)
+    total_rest_gb -= _replay_bytes(configurator) / 2**30
+    if _splits_by_default(configurator):
+        _choose_states(configurator, plan, int(total_rest_gb * 2**30))
     with restored(configurator, "spec_algorithm"):
         configurator.spec_algorithm = SpeculativeAlgorithm.NONE
-        return original(configurator, total_rest_gb - _replay_bytes(configurator) / 2**30)
+        return original(configurator, total_rest_gb)
+
+
+def _splits_by_default(configurator: Any) -> bool:
+    """Whether SGLang would split the memory by a ratio that neither a flag nor the model gives."""
+    asked, schedule = getattr(configurator.server_args, "_raw_input", None) or {}, get_schedule()
+    return (
+        all(asked.get(name) is None for name in ("max_mamba_cache_size", "mamba_full_memory_ratio"))
+        and schedule.mamba_full_memory_ratio == STATE_RATIO
+        and not get_memory().disable_radix_cache
+    )
+
+
+def _choose_states(configurator: Any, plan: MemoryPlan, memory: int) -> None:
+    """Set --max-mamba-cache-size to the default with replay. One log line.
+
+    Args:
+        memory: bytes for states, the K/V of target and draft, and draft steps.
+    """
+    schedule = get_schedule()
+    _charge_draft(configurator, plan, per_token=0)
+    demand = StateDemand.of(
+        plan.draft_kv(plan.running),
+        requests=max(1, schedule.max_running_requests // configurator.attn_dp_size),
+        per_request=configurator._calculate_mamba_ratio(),
+        state=_state_bytes(configurator),
+        target_token=create_memory_pool_configurator(configurator)._cell_size,
+        context=configurator.model_config.context_len,
+        most_tokens=schedule.max_total_tokens,
+    )
+    chosen = default_states(memory, plan.needed.total, demand)
+    by_ratio = sglang_states(memory, demand.state, per_request=demand.per_request)
+    if chosen == by_ratio:
+        return
+    logger.info(
+        "%d recurrent states, in place of the %d of SGLang's split, leave K/V %.2f GiB more; "
+        "--mamba-full-memory-ratio %s gives that split",
+        chosen, by_ratio, (by_ratio - chosen) * demand.state / 2**30, STATE_RATIO,
+    )  # fmt: skip
+    # SGLang divides a number that is given.
+    given = chosen * configurator.attn_dp_size
+    get_context().override("sglang_dflash.recurrent_states", max_mamba_cache_size=given)
+
+
+def _state_bytes(configurator: Any) -> int:
+    """Of a recurrent state, as SGLang charges it."""
+    params = configurator.mambaish_config.mamba2_cache_params
+    return int(params.mamba_cache_per_req) + int(configurator.extra_mamba_cache_bytes_per_req)
 
 
 def _replay_bytes(configurator: Any) -> int:

@@ -87,13 +87,16 @@ class Plan:
         is_fixed = len(self.policy.widths) == 1
         return self.options.warnings(self.model.config, names, is_fixed)
 
-    def group_kv(self, layers: LayerGroup) -> GroupKV:
-        """What sizes the draft KV cache of a group of layers."""
+    def draft_kv(self, running: int) -> tuple[GroupKV, ...]:
+        """What sizes the draft KV cache of each group of layers, for so many running requests."""
+        return tuple(self._group_kv(layers, running) for layers in self.layer_groups)
+
+    def _group_kv(self, layers: LayerGroup, running: int) -> GroupKV:
         token_bytes = math.prod(layers.kv_shape(self.model.kv_shape)) * self.kv_dtype.itemsize
         if self.hierarchical:
             # Tags, with an entry per slot, too; and the host tier's turns.
             token_bytes += BYTES_PER_ENTRY + 2 * BYTES_PER_TARGET_SLOT
-        ring = self.options.ring_entries(layers.reach, self.running)
+        ring = self.options.ring_entries(layers.reach, running)
         return GroupKV(token_bytes, None if self.disaggregated else ring)
 
     def server(self, positions: int, recorded: int, narrow: NarrowForwards) -> DraftServer:
@@ -114,7 +117,7 @@ class Plan:
             positions=positions,
             ranks=self.tp.size,
             itemsize=self.model.dtype.itemsize,
-            token_bytes=sum(self.group_kv(layers).token_bytes for layers in self.layer_groups),
+            token_bytes=sum(group.token_bytes for group in self.draft_kv(self.running)),
             tagged=self.hierarchical,
             attention=self.backend.capabilities,
             processors=processors_of(self.device),
@@ -149,7 +152,12 @@ class Plan:
         )
 
     def groups(
-        self, kv_tokens: int, target_slots: int, rows: int, positions: int
+        self,
+        kv_tokens: int,
+        target_slots: int,
+        rows: int,
+        positions: int,
+        running: int | None = None,
     ) -> tuple[KVGroup, ...]:
         """The draft KV caches beside a target pool, with attention over them.
 
@@ -157,13 +165,14 @@ class Plan:
             kv_tokens: of the pool.
             target_slots: of the pool, its padding included.
             rows, positions: of SGLang's request-to-token table.
+            running: requests that the rings are for; --max-running-requests if it is None.
         """
         per_slot = TaggedKVCache if self.hierarchical else DraftKVCache
         scratch = rows * self.options.draft_block if self.backend.capabilities.scratch else 0
-        found = []
-        for layers in self.layer_groups:
+        found, sized = [], self.draft_kv(self.running if running is None else running)
+        for layers, kv in zip(self.layer_groups, sized, strict=True):
             of_cache = layers.kv_shape(self.model.kv_shape), self.kv_dtype, self.device, scratch
-            entries = self.group_kv(layers).entries(kv_tokens)
+            entries = kv.entries(kv_tokens)
             cache = per_slot(target_slots, *of_cache) if entries is None else (
                 RingKVCache(entries, target_slots, *of_cache)
             )  # fmt: skip
