@@ -12,9 +12,9 @@ from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.fields import is_int
 
-# Entries of a ring over what the running requests can see. It overwrites the oldest entries that no
-# running request reads, so requests that come and go need spare ones (docs/how-it-works.md).
-DRAFT_KV_HEADROOM = 2
+# Requests that a ring has entries for beside those that run: the entries of one that has just ended
+# are free only after the next step (docs/how-it-works.md).
+SPARE_REQUESTS = 1
 
 # Positions and cache entries are 32-bit.
 _MOST_TOKENS = 2**31 - 1
@@ -70,11 +70,11 @@ class ResolvedOptions:
     recurrent_rollback: str
     context: int | None = None
 
-    def ring_entries(self, reach: Reach, max_running_requests: int) -> int | None:
-        """Entries of the ring for the layers of that reach and that many requests; None if they
-        read the whole context.
+    def ring_entries(self, reach: Reach, running: int) -> int | None:
+        """Entries of the ring for the layers of that reach and so many requests at a time; None if
+        they read the whole context.
 
-        By default `DRAFT_KV_HEADROOM` times what the requests can see or are about to commit.
+        By default what the requests and `SPARE_REQUESTS` more can see or are about to commit.
         """
         if reach.tokens is None:
             return None
@@ -83,7 +83,7 @@ class ResolvedOptions:
         visible = reach.tokens + reach.sinks
         if self.context is not None:
             visible = min(visible, self.context)
-        return DRAFT_KV_HEADROOM * max_running_requests * (visible + self.verify_block)
+        return (running + SPARE_REQUESTS) * (visible + self.verify_block)
 
     def adaptive_widths(self) -> tuple[int, ...]:
         """Verify widths that an adaptive server chooses from, ascending."""

@@ -190,6 +190,6 @@ class Capacity:
         gib = (needed - self.states) * self.state / 2**30
         return (
             f"{said}{self.states} recurrent states carry no more ({self.per_request} each); "
-            f"--max-mamba-cache-size {needed} carries {self.requests} and takes {gib:.2f} GiB of "
-            "K/V"
+            f"--max-mamba-cache-size {needed} carries {self.requests}, for {gib:.2f} GiB of K/V, "
+            f"and --max-running-requests {running} frees what is reserved for more requests"
         )

@@ -196,11 +196,11 @@ def _pools(
         ConfigError: it holds the states of no request.
     """
     requests = serving.max_running_requests
-    state, replay, snapshot = (
-        recurrent[f"recurrent_{each}_bytes"] for each in ("state", "replay", "snapshot")
-    )
+    state, replay = (recurrent[f"recurrent_{each}_bytes"] for each in ("state", "replay"))
     if not state or serving.kv_memory_gib is not None:
         return None, None, None
+    # SGLang's sizing leaves room for a state per position, more than its snapshots take.
+    snapshot = options.verify_block * state
     slots = sglang_states(memory + steps, state, snapshot)
     pool = snapshots = state_pool(slots, requests, state, 0, snapshot)
     if recurrent["recurrent_rollback"] == "replay":

@@ -176,7 +176,8 @@ REPLAY_SEAMS = rows(
     "sglang_dflash.serving",
     (Kind.AROUND, "mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
      "start.memory:size_state_pool",
-     "SGLang reserves a state per block position and request.",
+     "SGLang reserves a state per block position and request, and gives half of the rest to states "
+     "that no request needs.",
      "tests/serving/test_replay_pool.py::test_sizing_reserves_no_snapshots"),
     (Kind.AROUND, "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_req_pool",
      "start.memory:build_state_pool",

@@ -45,7 +45,7 @@ def test_the_default_size_costs_no_acceptance(answers: Any, server: Server) -> N
     shown = answers(CHATS_UNBOUNDED, report)
     assert not is_ring(shown) and shown["draft_kv_entries"] > 32768
     assert is_ring(server.dflash())
-    assert server.dflash()["draft_kv_entries"] == 2 * 8 * (CHAT_WINDOW + 8)
+    assert server.dflash()["draft_kv_entries"] == (8 + 1) * (CHAT_WINDOW + 8)
     assert_same_outputs(default, unbounded)
     assert acceptance_length(default) > 0.98 * acceptance_length(unbounded)
 
@@ -57,7 +57,7 @@ def test_sliding_layers_leave_the_memory_to_the_target(server: Server, answers: 
     """Without a flag. One draft slot per target token would leave 6 of 9 layers' worth."""
     (group,) = server.dflash()["draft_kv_groups"]
     assert (group["layers"], group["window"]) == ([0, 1, 2], 256)
-    assert group["is_ring"] and group["entries"] == 2 * 16 * (256 + 8)
+    assert group["is_ring"] and group["entries"] == (16 + 1) * (256 + 8)
     assert 0.97 < kv_tokens(server) / answers(SEEDED_PLAIN, kv_tokens) <= 1
 
 
@@ -66,7 +66,7 @@ def test_sliding_layers_leave_the_memory_to_the_target(server: Server, answers: 
 def test_a_bounded_cache_leaves_the_memory_to_the_target(server: Server, answers: Any) -> None:
     """16 requests, window 512: at least 95% of the KV tokens of a server without a draft."""
     ours, report = kv_tokens(server), server.dflash()
-    assert report["draft_kv_entries"] == 2 * 16 * (512 + 8)
+    assert report["draft_kv_entries"] == (16 + 1) * (512 + 8)
     # 6 layers, K and V, 2 kv heads of 64, float32.
     token_bytes = 6 * 2 * 2 * 64 * 4
     assert ours * token_bytes > 0.95 * (ours * token_bytes + report["draft_kv_bytes"])

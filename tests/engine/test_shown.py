@@ -17,7 +17,7 @@ from tests.engine.servers import DFLASH, PAGE16_WINDOW, PAIR, TP2_DISAGREEING
 def test_the_log_and_server_info_name_the_worker(server: Server) -> None:
     server.generate("import os\n", temperature=0, max_new_tokens=40, ignore_eos=True)
     report, log = server.dflash(), server.log.read_text()
-    facts = {"block_size": 8, "window": 96, "sinks": 4, "draft_kv_entries": 2 * 48 * (96 + 4 + 8)}
+    facts = {"block_size": 8, "window": 96, "sinks": 4, "draft_kv_entries": (48 + 1) * (96 + 4 + 8)}
     assert {k: report[k] for k in facts} == facts
     # 3 layers, K and V, 2 kv heads of 64, float32; and one row for writes that are not kept.
     assert report["draft_kv_bytes"] == (facts["draft_kv_entries"] + 1) * 3 * 2 * 2 * 64 * 4

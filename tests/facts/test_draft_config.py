@@ -128,7 +128,7 @@ def test_options_are_checked(options: dict, required: str) -> None:
 def test_options_take_the_checkpoints_block_and_size_the_cache() -> None:
     resolved = Options(window=100, sinks=4).resolve(DraftConfig.from_dict(raw_config()))
     assert resolved.verify_block == 4
-    assert resolved.ring_entries(resolved.reach, 16) == 2 * 16 * (100 + 4 + 4)
+    assert resolved.ring_entries(resolved.reach, 16) == (16 + 1) * (100 + 4 + 4)
     chosen = Options(window=100, draft_kv_tokens=7).resolve(DraftConfig.from_dict(raw_config()))
     assert chosen.ring_entries(chosen.reach, 16) == 7
 

@@ -90,7 +90,8 @@ def test_fewer_requests_than_asked_are_a_warning() -> None:
     assert CAPACITY.shortfall() is None
     assert replace(CAPACITY, states=35).shortfall() == (
         "--max-running-requests 48: 7 run at a time, for 35 recurrent states carry no more (5 "
-        "each); --max-mamba-cache-size 240 carries 48 and takes 12.29 GiB of K/V"
+        "each); --max-mamba-cache-size 240 carries 48, for 12.29 GiB of K/V, and "
+        "--max-running-requests 7 frees what is reserved for more requests"
     )
     few = "--max-running-requests 48: 20 run at a time, for K/V has 40 tokens; raise --mem-fraction"
     for states in (None, 241):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
+from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.draft_config import DraftConfig, LayerGroup, Reach
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
@@ -47,7 +47,7 @@ def test_the_demo_pair_weighs_what_its_files_hold(capsys: pytest.CaptureFixture[
     assert report["draft_kv_bytes_per_token"] == 3 * 2 * 2 * 64 * 2
     assert (report["worker"], report["worker_reason"]) == ("sglang-dflash", None)
     assert report["block_size"] == 8
-    assert report["draft_kv_groups"][0]["entries"] == DRAFT_KV_HEADROOM * 4 * (64 + 8)
+    assert report["draft_kv_groups"][0]["entries"] == (4 + 1) * (64 + 8)
 
 
 DESCRIBED = {
@@ -175,8 +175,8 @@ def test_sliding_layers_gain_without_a_window() -> None:
     tokens = found["target_tokens"]
     sliding, full = found["draft_kv_groups"]
     assert sliding == {
-        "layers": [0, 1], "window": 100, "entries": 2 * 3 * (100 + 4), "ring": True,
-        "bytes": 624 * (2 * 128 + 5) + 4 * tokens,
+        "layers": [0, 1], "window": 100, "entries": (3 + 1) * (100 + 4), "ring": True,
+        "bytes": 416 * (2 * 128 + 5) + 4 * tokens,
     }  # fmt: skip
     assert full == {
         "layers": [2], "window": None, "entries": tokens, "ring": False, "bytes": 128 * tokens,
@@ -189,7 +189,7 @@ def test_sliding_layers_gain_without_a_window() -> None:
         f"{tokens:,} tokens of target KV, since 2 of 3 draft layers slide; {kept}"
         in found["verdict"]
     )
-    assert "a ring of 624 entries" in " ".join(as_table(found).split())
+    assert "a ring of 416 entries" in " ".join(as_table(found).split())
 
 
 def test_memory_is_what_weights_and_states_leave() -> None:
@@ -223,7 +223,7 @@ def test_options_size_the_cache_and_dtypes_its_entries() -> None:
     serving = Serving(max_running_requests=3, draft_kv_dtype="float32", **fp8)  # type: ignore[arg-type]
     found = found_of(TARGET, raw_config(), Options(window=100, sinks=4), serving)
     (group,) = found["draft_kv_groups"]
-    assert group["entries"] == DRAFT_KV_HEADROOM * 3 * (100 + 4 + 4)
+    assert group["entries"] == (3 + 1) * (100 + 4 + 4)
     assert found["target_kv_bytes_per_token"] == 6 * 2 * 2 * 16
     assert found["draft_kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 4
     chosen = found_of(TARGET, raw_config(), Options(window=100, draft_kv_tokens=7), serving)

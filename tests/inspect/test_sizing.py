@@ -35,7 +35,7 @@ def test_it_tells_how_many_long_requests_run_at_a_time(capsys: pytest.CaptureFix
         ("20480", [7, 6, 8], "the KV tokens bound it"),
         ("1024", [8, 8, 8], "--max-running-requests bounds it"),
         # A step takes two blocks ahead.
-        (str(149_071 // 2), [1, 1, 2], "the KV tokens bound it"),
+        (str(157_539 // 2), [1, 1, 2], "the KV tokens bound it"),
     ):
         found = inspected(capsys, *pair, "--context", context)
         assert [found[name] for name in names] == counts and bound in found["at_context"]

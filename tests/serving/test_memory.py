@@ -197,5 +197,5 @@ def test_rings_hold_no_more_than_the_context() -> None:
 
     block = DraftConfig.from_dict(raw_config()).block_size
     for window, sliding in [(None, 1024), (None, 2**31 - 1), (2_000_000, 2**31 - 1), (1024, 2000)]:
-        assert entries(window, sliding, 1024) == [2 * 8 * (1024 + block)]
-    assert entries(None, 200, 1024) == entries(300, 200, None) == [2 * 8 * (200 + block)]
+        assert entries(window, sliding, 1024) == [(8 + 1) * (1024 + block)]
+    assert entries(None, 200, 1024) == entries(300, 200, None) == [(8 + 1) * (200 + block)]

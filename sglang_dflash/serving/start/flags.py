@@ -51,8 +51,8 @@ class ServerFlags:
     )
     draft_kv_tokens: int | None = setting(
         None,
-        "Entries of the draft KV cache under a draft window. Default: twice what the running "
-        "requests can see.",
+        "Entries of the draft KV cache under a draft window. Default: what one request more than "
+        "run at a time can see.",
         type=int,
     )
     recurrent_rollback: str = setting(
