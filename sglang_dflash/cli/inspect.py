@@ -9,25 +9,18 @@ from os.path import exists
 from pathlib import Path
 
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.facts.command_line import add_flags, given, spelled
+from sglang_dflash.facts.command_line import add_flags, given
+from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import READ_BY_SGLANG
 from sglang_dflash.facts.origin import published_draft
 from sglang_dflash.facts.published import look_up
 from sglang_dflash.facts.server import OURS
 from sglang_dflash.inspect import launch_command
+from sglang_dflash.inspect.launch_command import OPTION_FLAGS, SERVING_FLAGS
 from sglang_dflash.inspect.report import inspect
 from sglang_dflash.inspect.serving import Serving
+from sglang_dflash.inspect.suggest import Pair, suggest
 from sglang_dflash.inspect.table import as_table
-
-FLAGS = spelled(
-    ("window", "sinks", "draft_kv_tokens"), verify_block="--block-size", looks_up="--lookup"
-)
-
-SERVING_FLAGS = spelled(
-    Serving.__dataclass_fields__,
-    attention="--draft-attention-backend",
-    target_attention="--attention-backend",
-)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,11 +32,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a folder with config.json, or a hub name (default: the one published for the target)",
     )
-    add_flags(parser, Options, FLAGS)
+    add_flags(parser, Options, OPTION_FLAGS)
     add_flags(parser, Serving, SERVING_FLAGS)
+    add(
+        "--sessions",
+        type=positive,
+        metavar="N",
+        help="requests of --context tokens that are to run at a time (default: as many as fit)",
+    )
     add("--offline", action="store_true", help="do not ask the hub")
     add("--sources", action="store_true", help="also print where the facts were read")
     add("--json", action="store_true", help="print one JSON object")
+
+
+def positive(text: str) -> int:
+    """A number of requests, from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
 
 
 def split(argv: list[str], known: Collection[str]) -> tuple[list[str], list[str]]:
@@ -67,10 +74,16 @@ def run(args: argparse.Namespace) -> None:
     target = look_up("target", args.target, offline=args.offline)
     named = args.draft or published_draft(args.target)
     draft = look_up("draft", named, offline=args.offline)
-    found = inspect(target, draft, options, serving, command and command.builtin)
+    builtin = command and command.builtin
+    found = inspect(target, draft, options, serving, builtin)
     if command is not None and command.not_reckoned:
         left_out = ", ".join(command.not_reckoned)
         found["warnings"].insert(0, f"not part of the arithmetic: {left_out}")
+    if args.sessions is not None and serving.context is None:
+        raise ConfigError("sessions", args.sessions, "needs {context}, the tokens of a request")
+    if serving.context is not None:
+        pair = Pair(target, draft, options, serving, builtin)
+        found["suggestions"] = suggest(pair, args.sessions)
     if exists(named) and exists(args.target):
         _check_as_sglang_reads_it(Path(args.target), Path(named), found["worker"])
     print(json.dumps(found) if args.json else as_table(found, sources=args.sources))

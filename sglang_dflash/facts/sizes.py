@@ -111,6 +111,11 @@ def draft_of_rank(config: DraftConfig, ranks: int) -> DraftConfig:
     )
 
 
+def embedding_bytes(geometry: TargetGeometry, *, tied: bool) -> int:
+    """Bytes of a target's embeddings and lm_head in bfloat16, one matrix if they are tied."""
+    return (1 if tied else 2) * _BF16 * geometry.vocab_size * geometry.hidden_size
+
+
 def draft_weight_bytes(config: DraftConfig) -> int:
     """Of a draft in bfloat16, without what it borrows from the target."""
     return _BF16 * sum(map(math.prod, expected_tensors(config).values()))

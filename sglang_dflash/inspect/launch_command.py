@@ -4,11 +4,13 @@ SGLang is not imported."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from sglang_dflash.facts.command_line import spelled
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.launch import DRAFT, TARGET, flags_of
 from sglang_dflash.facts.unserved import Given, builtin_reason
+from sglang_dflash.inspect.serving import Serving
 
 # SGLang's flag, or ours of a server -> the flag of `sglang-dflash inspect`.
 _FLAGS: Mapping[str, str] = {
@@ -29,15 +31,26 @@ _FLAGS: Mapping[str, str] = {
     "--speculative-dflash-width": "--width",
     "--speculative-draft-attention-backend": "--draft-attention-backend",
     "--attention-backend": "--attention-backend",
+    "--max-mamba-cache-size": "--max-mamba-cache-size",
+    "--quantization": "--quantization",
 }
+# The flags of `inspect`, by the fields of `Options` and `Serving`.
+OPTION_FLAGS = spelled(
+    ("window", "sinks", "draft_kv_tokens"), verify_block="--block-size", looks_up="--lookup"
+)
+SERVING_FLAGS = spelled(
+    Serving.__dataclass_fields__,
+    attention="--draft-attention-backend",
+    target_attention="--attention-backend",
+)
 # A value of a server -> that of `inspect`.
 _VALUES = {"bf16": "bfloat16", "torch_native": "torch"}
 # They change the figures, and are not part of the arithmetic.
 _NOT_RECKONED = {
-    "--config", "--max-total-tokens", "--max-mamba-cache-size", "--mamba-full-memory-ratio",
-    "--mamba-ssm-dtype", "--disable-radix-cache", "--swa-full-tokens-ratio", "--quantization",
-    "--dtype", "--dp-size", "--data-parallel-size", "--dp", "--ep-size", "--expert-parallel-size",
-    "--ep", "--cpu-offload-gb", "--enable-lora", "--lora-paths", "--page-size",
+    "--config", "--max-total-tokens", "--mamba-full-memory-ratio", "--mamba-ssm-dtype",
+    "--disable-radix-cache", "--swa-full-tokens-ratio", "--dtype", "--dp-size",
+    "--data-parallel-size", "--dp", "--ep-size", "--expert-parallel-size", "--ep",
+    "--cpu-offload-gb", "--enable-lora", "--lora-paths", "--page-size",
     "--speculative-dflash-recurrent-rollback", "--speculative-dflash-extension",
     "--disaggregation-mode", "--enable-hierarchical-cache", "--disable-cuda-graph",
     "--cuda-graph-bs-decode", "--cuda-graph-max-bs-decode", "--speculative-dflash-draft-graphs",
@@ -85,6 +98,8 @@ def read(words: Sequence[str], own: Collection[str] = ()) -> Launch:
                 raise ConfigError(flag, value, "inspect is about DFLASH")
         elif flag == "--speculative-dflash-lookup":
             found.words.extend(["--lookup"] if value == "on" else [])
+        elif flag == "--quantization" and value != "fp8":
+            found.not_reckoned.append(typed)
         elif flag in _FLAGS:
             value = _VALUES.get(value, value)
             if value != "auto":
@@ -98,6 +113,20 @@ def read(words: Sequence[str], own: Collection[str] = ()) -> Launch:
     figures = [word for both in taken.items() for word in both]
     positional = [pair["target"], *([pair["draft"]] if "draft" in pair else [])]
     return found._replace(words=[*positional, *figures, *found.words])
+
+
+def server_flags(settings: Mapping[str, Any]) -> list[str]:
+    """The flags of a server for fields of `Options` and `Serving`. Those that only say what the
+    machine is have none."""
+    spelling = {ours: server for server, ours in reversed(list(_FLAGS.items()))}
+    words = list[str]()
+    for name, value in settings.items():
+        flag = spelling.get({**OPTION_FLAGS, **SERVING_FLAGS}.get(name, ""))
+        if name == "looks_up":
+            words += ["--speculative-dflash-lookup", "on"]
+        elif flag is not None:
+            words += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+    return words
 
 
 def _builtin(given: Mapping[str, str]) -> str | None:

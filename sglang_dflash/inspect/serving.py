@@ -37,6 +37,12 @@ class Serving:
     kv_memory_gib: float | None = setting(
         None, "memory for both KV pools, GiB (default: what weights and recurrent states leave)"
     )
+    quantization: str | None = setting(
+        None, "quantize the target's linear layers when they are loaded", choices=["fp8"]
+    )
+    max_mamba_cache_size: int | None = setting(
+        None, "recurrent states (default: what running requests and cached sessions need)"
+    )
     kv_dtype: str | None = setting(None, "target KV (default: bfloat16)", choices=list(KV_DTYPES))
     draft_kv_dtype: str | None = setting(
         None, "draft KV (default: the target's)", choices=list(KV_DTYPES)
@@ -66,6 +72,7 @@ class Serving:
     def __post_init__(self) -> None:
         gib = f"a number of GiB above 0 and up to {_MOST_GIB} is required"
         tokens, of_tokens = "a positive number of tokens is required", ("context", "context_length")
+        states = "a positive number of states is required"
         dtypes = f"choose one of {', '.join(KV_DTYPES)}"
         checks = (
             (
@@ -79,6 +86,8 @@ class Serving:
                 "a positive number of GPUs is required",
             ),
             *((name, lambda n: n is None or 1 <= n <= _MOST_TOKENS, tokens) for name in of_tokens),
+            ("max_mamba_cache_size", lambda n: n is None or 1 <= n <= _MOST_TOKENS, states),
+            ("quantization", lambda name: name in (None, "fp8"), "choose fp8"),
             ("mem_fraction", lambda x: 0 < x <= 1, "a fraction above 0 and up to 1 is required"),
             ("memory_gib", lambda x: 0 < x <= _MOST_GIB, gib),
             ("kv_memory_gib", lambda x: x is None or 0 < x <= _MOST_GIB, gib),

@@ -63,6 +63,7 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
     Args:
         sources: also give the source of the facts.
     """
+    suggested = report.get("suggestions")
     head = [
         report["verdict"],
         *([report["at_context"]] if report["at_context"] else []),
@@ -88,7 +89,45 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
             start = f"  {words:<24}"
             text = _readable(key, report[key])
             lines += [_filled(f"{start} {text}", " " * 27)]
+    lines += ["", *_suggestions(suggested, report)] if suggested else []
     return "\n".join([*lines, *(["", *report["sources"]] if sources else [])])
+
+
+def _command(command: str) -> list[str]:
+    """A launch command in lines; a flag and its value stay together."""
+    program, *flags = command.split(" --")
+    lines = [f"    {program}"]
+    for flag in flags:
+        if len(lines[-1]) + len(flag) > 74:
+            lines.append("       ")
+        lines[-1] += f" --{flag}"
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
+def _suggestions(found: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
+    """The most requests at a time, the command for them, and other set-ups."""
+    counts = ", ".join(f"{name} {count}" for name, count in found["most"].items())
+    bounds = "--max-running-requests"
+    if report["recurrent_layers"]:
+        bounds += " and --max-mamba-cache-size"
+    lines = [
+        _filled(
+            f"most requests of {report['context']:,} tokens at a time, with {bounds} for them: "
+            f"{counts}"
+        )
+    ]
+    if found["command"]:
+        lines += ["", *_command(found["command"])]
+    rows = found["set_ups"]
+    if rows:
+        lines += ["", "others, the cheapest first"]
+        lines += [
+            _filled(f"  {row['sessions']:>5}  {row['flags']} ({row['cost']})", " " * 9)
+            for row in rows
+        ]
+    elif not found["command"]:
+        lines += ["", "no set-up that is known here runs as many"]
+    return lines
 
 
 def _memory(parts: Mapping[str, int]) -> list[str]:
