@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> None:
         found["warnings"].insert(0, f"not part of the arithmetic: {left_out}")
     if args.sessions is not None and serving.context is None:
         raise ConfigError("sessions", args.sessions, "needs {context}, the tokens of a request")
+    found["suggestions"] = None
     if serving.context is not None:
         pair = Pair(target, draft, options, serving, builtin)
         found["suggestions"] = suggest(pair, args.sessions)

@@ -44,9 +44,9 @@ def test_a_pasted_command_gives_the_figures_of_our_flags(
 def test_flags_that_change_the_figures_and_are_not_reckoned_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [*COMMAND, "--dp-size", "2", "--quantization=fp8"]
+    words = [*COMMAND, "--dp-size", "2", "--quantization=w8a8_int8"]
     assert cli.main(["inspect", "--offline", "--", *words]) == 0
-    told = "warning: not part of the arithmetic: --dp-size 2, --quantization fp8"
+    told = "warning: not part of the arithmetic: --dp-size 2, --quantization w8a8_int8"
     assert told in capsys.readouterr().out
 
 
