@@ -199,3 +199,44 @@ def test_rings_hold_no_more_than_the_context() -> None:
     for window, sliding in [(None, 1024), (None, 2**31 - 1), (2_000_000, 2**31 - 1), (1024, 2000)]:
         assert entries(window, sliding, 1024) == [(8 + 1) * (1024 + block)]
     assert entries(None, 200, 1024) == entries(300, 200, None) == [(8 + 1) * (200 + block)]
+
+
+@pytest.mark.parametrize("resized", [False, True], ids=["at once", "after the captures"])
+def test_what_runs_at_a_time_is_said_once(resized: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """When the pools have their size; and a warning if requests are asked for that cannot run."""
+    caplog.set_level("INFO")
+    runner = runner_with(planned(GroupKV(DRAFT, None)))
+    runner.kv_cache_configurator.post_capture_kv_active = resized
+    assert tokens(runner) == 8_000
+    assert len(caplog.messages) == (0 if resized else 1)
+    if resized:
+        assert tokens(runner, 8_500 * TARGET) == 8_500
+    (line,) = caplog.messages
+    held, has = (4, "8,500") if resized else (3, "8,000")
+    assert f"{held} requests of 2,048 tokens run at a time: K/V of {has} tokens" in line
+    caplog.clear()
+    assert tokens(runner_with(planned(GroupKV(DRAFT, None))), 12_500) == 10
+    said, warned = caplog.records
+    assert (said.levelname, warned.levelname) == ("INFO", "WARNING")
+    assert "--max-running-requests 8: 5 run at a time" in warned.getMessage()
+
+
+def test_a_ring_is_for_the_requests_that_states_let_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = SimpleNamespace(
+        max_running_requests=RUNNING, max_total_tokens=None, max_mamba_cache_size=19
+    )
+    monkeypatch.setattr(memory, "get_schedule", lambda: schedule)
+    asked: list[int] = []
+
+    def draft_kv(running: int) -> tuple[GroupKV, ...]:
+        asked.append(running)
+        return (RING._replace(ring=100 * running),)
+
+    runner = runner_with(MemoryPlan(draft_kv, RUNNING, replay=True))
+    configurator = runner.kv_cache_configurator
+    params = SimpleNamespace(mamba_cache_per_req=1000)
+    configurator.mambaish_config = SimpleNamespace(mamba2_cache_params=params)
+    configurator.extra_mamba_cache_bytes_per_req = 0
+    configurator._calculate_mamba_ratio = lambda: 5
+    assert tokens(runner) == (MEMORY - 300 * (DRAFT + 5)) // (TARGET + 4)
+    assert asked == [3] and memory.running_requests_of(runner) == 3
