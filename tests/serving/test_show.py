@@ -160,8 +160,8 @@ class Fed:
         (1, {"length": 1.0, "nonfinite": 7}, "NaN or Inf"),
         (
             JUDGED_STEPS // 2,
-            {"length": 3.0, "found": 0.5},
-            r"held 50% of the context .*--speculative-dflash-draft-kv-tokens \(now 416\)",
+            {"length": 3.0, "found": 0.4},
+            r"held 40% of the context .*--speculative-dflash-draft-kv-tokens \(now 416\)",
         ),
         # A prefix that another request has left is not complete at first.
         ((JUDGED_STEPS - 1) // 8, {"length": 1.0, "found": 0.0}, None),
