@@ -33,7 +33,7 @@ LOW = 1.2
 # Above it the alarm ends. Between the two it stays as it is.
 RECOVERED = 1.5
 # Below this share of its context in the draft KV cache, a draft is warned of. A prefix-cache hit
-# may miss some: what no draft could see was never projected, and sessions that return to the default
+# may miss some: what no draft could see was never projected. Sessions that return to the default
 # ring find two thirds, which costs them next to nothing (docs/results.md).
 LOW_CONTEXT_SHARE = 0.5
 # After a warning, no other for so many verify steps, however often the alarm comes and goes.

@@ -25,6 +25,13 @@ def sized() -> None:
     common.get_free_cpu_memory = lambda: 16 * GIB - psutil.Process().memory_info().rss
 
 
+def of_two_gib() -> None:
+    """A machine of which 2 GiB are free, whatever is loaded."""
+    from sglang.srt.utils import common
+
+    common.get_free_cpu_memory = lambda: 2 * GIB
+
+
 def no_penalty_rows() -> None:
     """Without the seams of serving/step/penalty_counts.py."""
     from sglang_dflash.repairs import plugin, seams
