@@ -36,7 +36,7 @@ def verdict(facts: Mapping[str, Any]) -> str:
         return f"{who}: {tokens}; with --window up to +{most}; {without} without a draft"
     if not any(group["ring"] for group in groups):
         return (
-            f"{who}: {tokens}; {window}, which frees nothing: {facts['max_running_requests']} "
+            f"{who}: {tokens}; {window}, which frees nothing: {facts['running_requests']} "
             f"running requests need as many draft entries; {without} without a draft"
         )
     gain = _percent(facts["target_tokens_gain"])
