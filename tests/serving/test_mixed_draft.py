@@ -187,7 +187,7 @@ def test_every_block_is_the_references(
         seen = pool.run(24)
     sliding, full = pool.groups
     assert sliding.layers.numbers == (0, 2) and isinstance(sliding.cache, RingKVCache)
-    assert sliding.cache.num_entries == (entries or 2 * RUNNING * (SLIDING + BLOCK))
+    assert sliding.cache.num_entries == (entries or (RUNNING + 1) * (SLIDING + BLOCK))
     assert full.cache.has_holes == (window is not None)
     assert seen["prefix hit"] > 10
     # What a request computed itself is there as long as it can be seen, but in a ring too small.

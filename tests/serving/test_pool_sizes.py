@@ -6,6 +6,7 @@ seams are around it, and only the memory that is free is made up.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from itertools import product
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state imp
     SpecAuxHiddenStateConfig,
 )
 from sglang.srt.runtime_context import get_schedule, get_spec, publish, reset_context
-from sglang.srt.server_args import prepare_server_args
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.drafting.options import Options
@@ -72,10 +73,14 @@ def configurator_of(kind: str, worker: str, flags: Sequence[str]) -> Sized:
     pair, drafts = demo_pair(kind), worker != "plain"
     draft = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(pair.draft)]
     kept = ["--mamba-radix-cache-strategy", "extra_buffer"] if kind == "hybrid" else []
-    args = prepare_server_args(
-        ["--model-path", str(pair.target), "--dtype", "bfloat16", "--device", "cpu",
-         *kept, *(draft if drafts else ()), *flags]
-    )  # fmt: skip
+    # `prepare_server_args` would replace the handlers of this process's log.
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    argv = [
+        "--model-path", str(pair.target), "--dtype", "bfloat16", "--device", "cpu",
+        *kept, *(draft if drafts else ()), *flags,
+    ]  # fmt: skip
+    args = ServerArgs.from_cli_args(parser.parse_args(argv))
     args.resolve_once()
     # On a CPU, SGLang schedules without overlap, and counts a state less for each request.
     publish(args, role="scheduler").override("a GPU's", disable_overlap_schedule=False)
@@ -87,7 +92,7 @@ def configurator_of(kind: str, worker: str, flags: Sequence[str]) -> Sized:
     )  # fmt: skip
     aux = SpecAuxHiddenStateConfig()
     if drafts:
-        own = ModelConfig(str(pair.draft), is_draft_model=True)
+        own = ModelConfig(str(pair.draft), is_draft_model=True, dtype="bfloat16")
         aux = SpecAuxHiddenStateConfig(
             draft_model_config=own, dflash_draft_num_layers=own.num_hidden_layers
         )
