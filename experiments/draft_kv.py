@@ -1,11 +1,12 @@
 """What the size of a ring costs, on the `smollm2` pair, whose draft layers all slide.
 
-With an entry per target slot, and with rings of one and two times (the default) what running
-requests can see. First functions to continue, 1, 8 and 16 at a time, without a prefix in common:
-every ring of the default size or more must accept what the entries per slot do, position by
-position. Then multi-turn chats, 16 at a time, in a new order every turn, so that a turn finds its
-history in the prefix cache after other chats have written to the ring. Servers in float32, one
-after another; greedy.
+With an entry per target slot, and with rings of 1, 1.25 and 2 times what running requests can see
+(the default is for one request more). First functions to continue, 1, 8 and 16 at a time, without a
+prefix in common: every ring must accept what the entries per slot do, position by position. Then
+sessions that pause and return, as agents' do: twice as many as run at a time, in a new order every
+turn, so that a turn finds its history in the prefix cache after other sessions have written to the
+ring. A turn brings a long text, as a tool's result, or a short one, which leaves most of the window
+to what was written before. Servers in float32, one after another; greedy.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, cycle, islice
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -25,21 +27,25 @@ from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.public_target import KIND
 
-RUNNING, NEW_TOKENS = 16, 48
+RUNNING = 16
+# Of an answer: to the functions, before a pause, and after it.
+NEW_TOKENS, FIRST, RETURNED = 48, 8, 64
 LEVELS = (1, 8, 16)
 # Tokens of a text.
 PIECE = 300
 # What running requests can see, or are about to commit.
 SEEN = RUNNING * (512 + 8)
 # More entries than the target's pool has slots: one per slot.
-PER_SLOT, DEFAULT = "per slot", "2 x"
-ENTRIES = {PER_SLOT: 100_000, DEFAULT: 2 * SEEN, "1 x": SEEN}
+PER_SLOT = "per slot"
+ENTRIES = {PER_SLOT: 100_000, "2 x": 2 * SEEN, "1.25 x": SEEN * 5 // 4, "1 x": SEEN}
+# Tokens that a turn brings, from and up to.
+RETURNS = {"long": (100, 300), "short": (8, 40)}
 
 
 @dataclass(frozen=True)
 class Options:
-    chats: int = setting(32, "conversations (default: {default})")
-    turns: int = setting(4, "turns of each (default: {default})")
+    chats: int = setting(32, "sessions (default: {default})")
+    turns: int = setting(4, "returns of each (default: {default})")
 
 
 def arms() -> dict[str, ServerConfig]:
@@ -47,10 +53,7 @@ def arms() -> dict[str, ServerConfig]:
         {"--max-total-tokens": 32768, "--max-running-requests": RUNNING}
     )
     flag = "--speculative-dflash-draft-kv-tokens"
-    return {
-        name: config.with_flags({} if name == DEFAULT else {flag: entries})
-        for name, entries in ENTRIES.items()
-    }
+    return {name: config.with_flags({flag: entries}) for name, entries in ENTRIES.items()}
 
 
 def serve(server: Server, options: Options) -> dict[str, Any]:
@@ -60,44 +63,50 @@ def serve(server: Server, options: Options) -> dict[str, Any]:
     ids = tokenizer(functions)["input_ids"]
     texts = [ids[at : at + PIECE] for at in range(0, len(ids) - PIECE, PIECE)]
 
-    def ask(prompts: list[list[int]], at_a_time: int) -> list[dict[str, Any]]:
+    def ask(prompts: list[list[int]], at_a_time: int, tokens: int) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(at_a_time) as pool:
-            how = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+            how = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
             return list(pool.map(lambda ids: server.generate(ids, **how), prompts))
 
     # Other first tokens: no prefix is found.
     apart = [
         answer
         for level in LEVELS
-        for answer in ask([[level, i, *texts[i % len(texts)]] for i in range(RUNNING)], level)
+        for answer in ask(
+            [[level, i, *texts[i % len(texts)]] for i in range(RUNNING)], level, NEW_TOKENS
+        )
     ]
     by_position = server.dflash()["acceptance_by_position"]
-    chats = chat(ask, texts, options)
+    found = returns(ask, texts, options)
     shown = server.dflash()
     return {
         "entries": shown["draft_kv_entries"],
         "draft_kv_bytes": shown["draft_kv_bytes"],
         "acceptance_length": length_of(apart),
         "acceptance_by_position": by_position,
-        "chats_acceptance_length": length_of(chats),
-        "chats_cached_tokens": sum(answer["meta_info"]["cached_tokens"] for answer in chats),
+        "returns_acceptance_length": {kind: length_of(found[kind]) for kind in found},
+        "returns_cached_tokens": sum(
+            answer["meta_info"]["cached_tokens"] for answer in chain(*found.values())
+        ),
         "context_share": shown["draft_context_share"],
-        "outputs": [answer["output_ids"] for answer in (*apart, *chats)],
+        "outputs": [answer["output_ids"] for answer in (*apart, *chain(*found.values()))],
     }
 
 
-def chat(ask: Any, texts: list[list[int]], options: Options) -> list[dict[str, Any]]:
-    """Conversations, whose every turn continues the whole history."""
-    rng, found = random.Random(0), []
+def returns(ask: Any, texts: list[list[int]], options: Options) -> dict[str, list[dict[str, Any]]]:
+    """Answers of sessions after a pause, by what the turn brings: one more turn of the history."""
+    rng = random.Random(0)
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in RETURNS}
     histories = [[200 + i] for i in range(options.chats)]
-    for turn in range(options.turns):
+    for turn, kind in enumerate(("long", *islice(cycle(RETURNS), options.turns))):
         order = rng.sample(range(options.chats), options.chats)
         for i in order:
-            histories[i] += texts[(i + 7 * turn) % len(texts)][: rng.randint(100, 300)]
-        answers = ask([list(histories[i]) for i in order], RUNNING)
+            histories[i] += texts[(i + 7 * turn) % len(texts)][: rng.randint(*RETURNS[kind])]
+        tokens = RETURNED if turn else FIRST
+        answers = ask([list(histories[i]) for i in order], RUNNING, tokens)
         for i, answer in zip(order, answers, strict=True):
             histories[i] += answer["output_ids"]
-        found += answers
+        found[kind] += answers if turn else []
     return found
 
 
@@ -117,12 +126,14 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    lines = [f"{'entries':20}{'acceptance':>12}{'in chats':>12}{'context found':>16}"]
+    columns = "".join(f"{kind + ' returns':>16}" for kind in RETURNS)
+    lines = [f"{'entries':20}{'acceptance':>12}{columns}{'context found':>16}"]
     for name, of in result["rings"].items():
         share = "all" if of["context_share"] is None else f"{of['context_share']:.1%}"
+        lengths = "".join(f"{of['returns_acceptance_length'][kind]:16.4f}" for kind in RETURNS)
         lines.append(
             f"{name + ', ' + str(of['entries']):20}{of['acceptance_length']:12.4f}"
-            f"{of['chats_acceptance_length']:12.4f}{share:>16}"
+            f"{lengths}{share:>16}"
         )
     return lines
 
@@ -132,5 +143,6 @@ def failure(result: dict[str, Any]) -> str | None:
     other = [name for name, of in rings.items() if not of["identical"]]
     if other:
         return f"other outputs: {', '.join(other)}"
-    kept = [rings[name]["acceptance_by_position"] for name in (PER_SLOT, DEFAULT)]
-    return None if kept[0] == kept[1] else f"other acceptance without prefixes: {kept}"
+    kept = {name: of["acceptance_by_position"] for name, of in rings.items()}
+    same = all(each == kept[PER_SLOT] for each in kept.values())
+    return None if same else f"other acceptance without prefixes: {kept}"
