@@ -156,7 +156,7 @@ UNSERVED = (
     Unserved(
         "--speculative-draft-model-quantization", _has_quantized_draft,
         "the drafter's weights have 16 or 32 bits",
-        "a 16-bit draft",
+        "leave it out: the draft's own `quantization_config` is followed",
     ),
     Unserved(
         "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype", _has_4bit_draft_kv,

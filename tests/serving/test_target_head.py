@@ -78,6 +78,25 @@ def test_drafts_of_a_quantized_head_are_recorded() -> None:
     assert recorded.replays["propose"]
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("name", METHODS)
+def test_new_weights_of_a_quantized_head_are_followed(name: str, in_place: bool) -> None:
+    """SGLang loads them into the same memory, or its method makes tensors anew of what it loads."""
+    model, hidden = model_with(name, torch.randn(VOCAB, HIDDEN)), torch.randn(4, HIDDEN)
+    head, logits = target_head(model), None
+    for weight in torch.randn(2, VOCAB, HIDDEN):
+        other = model_with(name, weight).lm_head
+        for attribute in ("weight", "qweight", "weight_scale"):
+            if hasattr(other, attribute) and in_place:
+                getattr(model.lm_head, attribute).data.copy_(getattr(other, attribute).data)
+            elif hasattr(other, attribute):
+                setattr(model.lm_head, attribute, getattr(other, attribute))
+        before, logits = logits, head.logits(hidden)
+        torch.testing.assert_close(logits, hidden @ dequantized(model).T)
+        assert torch.equal(logits, target_head(Model(other)).logits(hidden))
+        assert before is None or not torch.equal(before, logits)
+
+
 class ModelOptFp4LinearMethod:
     """A method's name that SGLang believes only if the weight has its layout."""
 
