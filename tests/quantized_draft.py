@@ -176,7 +176,9 @@ def compressed(
     def quantize(weight: Tensor) -> tuple[Parts, Tensor]:
         given = _observed(weight, scheme.weights, scale_dtype)
         parts = codec.compress({"weight": weight, **given}, scheme)
-        return parts, codec.decompress(parts, scheme)["weight"].float()
+        # The library rounds products to the dtype of the scales.
+        exact = {**parts, "weight_scale": parts["weight_scale"].float()}
+        return parts, codec.decompress(exact, scheme)["weight"].float()
 
     return quantize
 
