@@ -46,11 +46,11 @@ class Difference(NamedTuple):
 
 def differences(runs: Runs) -> dict[str, list[Difference]]:
     """Arm after the first -> where its answers differ from the first arm's of the same round."""
-    found: dict[str, list[Difference]] = {}
+    differing: dict[str, list[Difference]] = {}
     for (dataset, concurrency), by_arm in runs.items():
         first, *others = by_arm
         for arm in others:
-            places = found.setdefault(arm, [])
+            places = differing.setdefault(arm, [])
             for reference, other in zip(by_arm[first], by_arm[arm], strict=False):
                 pairs = zip(reference.answers, other.answers, strict=True)
                 for prompt, (ours, theirs) in enumerate(pairs):
@@ -60,7 +60,7 @@ def differences(runs: Runs) -> dict[str, list[Difference]]:
                         before, answer = tuple(ours[:turn]), ours[turn]
                         whose = arm, first, dataset, prompt, concurrency
                         places.append(Difference(*whose, before, answer, place, is_token))
-    return found
+    return differing
 
 
 def _first_difference(ours: list[Answer], theirs: list[Answer]) -> tuple[int, int, bool] | None:
@@ -139,8 +139,8 @@ def _gap(url: str, prompt: Any, answer: list[int]) -> float:
 
 
 def _likely(url: str, asked: dict[str, Any]) -> dict[str, Any]:
-    one = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
-    body = {**asked, "return_logprob": True, "sampling_params": one}
+    single = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+    body = {**asked, "return_logprob": True, "sampling_params": single}
     got = answered("POST", f"{url}/generate", json=body)
     if not got.ok:
         raise Failed(f"{url}: status {got.status_code}, {got.text[:300]}")

@@ -168,7 +168,7 @@ def summarize(
         "width": _width(settings, measured),
         "outputs": _outputs(settings, measured, differing),
         "differing_answers": differing,
-        "near_ties": {arm: one.as_dict() for arm, one in measured.near_ties.items()},
+        "near_ties": {arm: tie.as_dict() for arm, tie in measured.near_ties.items()},
         "simulated_acceptance": simulated,
         "command": settings.command,
         "text": kinds()[pair] if pair else None,
@@ -217,7 +217,7 @@ def _outputs(settings: BenchSettings, measured: Measured, differing: dict[str, i
     if why is None:
         return f"outputs: the same in all arms ({count} answers each, {how}, float32)"
     counts = ", ".join(f"{arm} {different} of {count}" for arm, different in differing.items())
-    told = [f"; of {arm} the first: {one}" for arm, one in measured.near_ties.items()]
+    told = [f"; of {arm} the first: {tie}" for arm, tie in measured.near_ties.items()]
     return f"outputs may differ from {first}'s by {why}, and did for: {counts}{''.join(told)}"
 
 

@@ -35,17 +35,17 @@ def dequantized(
     Raises:
         ConfigError: tensors of a module do not fit each other, or a value is not finite.
     """
-    found = dict(tensors)
+    plain = dict(tensors)
     codes = {name: _CODES.get(tensor.dtype, "") for name, tensor in tensors.items()}
     for module, way in quantization.modules(codes):
         format_ = way.format
         parts = {
-            name: found.pop(part(module, name))
+            name: plain.pop(part(module, name))
             for name in (format_.codes, *format_.scales, *format_.optional)
-            if part(module, name) in found
+            if part(module, name) in plain
         }
-        found[part(module, "weight")] = _weight(module, way, parts).to(dtype)
-    return found
+        plain[part(module, "weight")] = _weight(module, way, parts).to(dtype)
+    return plain
 
 
 def _weight(module: str, way: Stored, parts: Mapping[str, Tensor]) -> Tensor:

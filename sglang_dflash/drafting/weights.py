@@ -60,14 +60,14 @@ def draft_tensors(config: DraftConfig, folder: str | Path, dtype: torch.dtype) -
     Raises:
         ConfigError: as `read_tensors`, or the values of a quantized module are none of a weight.
     """
-    found = read_tensors(folder)
+    tensors = read_tensors(folder)
     if config.quantization is not None:
-        found = dequantized(config.quantization, found, dtype)
+        tensors = dequantized(config.quantization, tensors, dtype)
     for name, parts in fused_tensors(config).items():
-        if name in found:
-            rows = found.pop(name).split([part.shape[0] for part in parts])
-            found |= {part.name: own for part, own in zip(parts, rows, strict=True)}
-    return found
+        if name in tensors:
+            rows = tensors.pop(name).split([part.shape[0] for part in parts])
+            tensors |= {part.name: own for part, own in zip(parts, rows, strict=True)}
+    return tensors
 
 
 def load_state(
@@ -143,7 +143,7 @@ def load_model(
 def _tell_dequantized(model: DraftModel, modules: int) -> None:
     if not modules:
         return
-    size, dtype = sum(one.nbytes for one in model.parameters()), str(model.dtype)
+    size, dtype = sum(own.nbytes for own in model.parameters()), str(model.dtype)
     of_rank = " on each rank" if model.tp.size > 1 else ""
     logger.info(
         "%d modules of the draft are quantized, %s, and were dequantized: it takes %.3f GiB, %s%s",

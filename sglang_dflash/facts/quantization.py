@@ -193,7 +193,7 @@ def _method(own: Fields) -> str:
 
 def _compressed_tensors(own: Fields, method: str) -> list[Declared]:
     """A layout for every group of modules, its own or the one at the top."""
-    found = []
+    declared = []
     # A rotation, or a mask of zeros, would have to be undone.
     for name, neutral in (("transform_config", None), ("sparsity_config", "dense")):
         change = _object(own.get(name))
@@ -204,8 +204,10 @@ def _compressed_tensors(own: Fields, method: str) -> list[Declared]:
         if weights:
             layout = _object(group).get("format") or own.get("format")
             block = weights.get("block_structure")
-            found.append(Declared(method, str(layout), _bits(weights.get("num_bits")), _two(block)))
-    return found
+            declared.append(
+                Declared(method, str(layout), _bits(weights.get("num_bits")), _two(block))
+            )
+    return declared
 
 
 def _modelopt(own: Fields, method: str) -> list[Declared]:

@@ -143,13 +143,13 @@ def _convolutions(config: DraftConfig, layer: str) -> dict[str, tuple[int, ...]]
 def fused_tensors(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
     """The name that an export may have in place of several tensors -> these, whose rows it joins:
     `self_attn.qkv_proj` and `mlp.gate_up_proj`."""
-    found = {}
+    fused = {}
     for ours, parts in layout(config).items():
         if len(parts) > 1:
-            module, kind = ours.split(".")[-2:]
+            module, tensor = ours.split(".")[-2:]
             block = parts[0].name.split(".")[:-2]
-            found[".".join((*block, module, kind))] = parts
-    return found
+            fused[".".join((*block, module, tensor))] = parts
+    return fused
 
 
 def expected_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -191,8 +191,11 @@ def check_tensors(
 
     Args:
         is_part: whether tensors may be left out, and those of the vocabulary are another's matter.
+            They are the weights themselves, neither quantized nor fused.
     """
-    expected, tensors = expected_tensors(config), plain_tensors(config, tensors)
+    expected = expected_tensors(config)
+    if not is_part:
+        tensors = plain_tensors(config, tensors)
     missing = [name for name in expected if name not in tensors]
     if missing and not is_part:
         raise ConfigError(_tensor(missing[0]), required=f"missing{and_more(missing)}")
@@ -219,14 +222,14 @@ def plain_tensors(
 ) -> dict[str, StoredTensor]:
     """Those that a draft has a use for, as if no module were quantized or fused with others. Raises
     ConfigError if a quantized module lacks a tensor."""
-    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(HARMLESS)}
-    found = _dequantized(config, found)
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(HARMLESS)}
+    plain = _dequantized(config, plain)
     for name, parts in fused_tensors(config).items():
         rows = sum(own.shape[0] for own in parts)
-        if name in found and found[name].shape == (rows, *parts[0].shape[1:]):
-            dtype = found.pop(name).dtype
-            found |= {own.name: StoredTensor(dtype, own.shape) for own in parts}
-    return found
+        if name in plain and plain[name].shape == (rows, *parts[0].shape[1:]):
+            dtype = plain.pop(name).dtype
+            plain |= {own.name: StoredTensor(dtype, own.shape) for own in parts}
+    return plain
 
 
 def quantized_modules(
@@ -239,18 +242,18 @@ def quantized_modules(
     return list(config.quantization.modules(dtypes))
 
 
-def _dequantized(config: DraftConfig, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    for module, (form, declared) in quantized_modules(config, found):
+def _dequantized(config: DraftConfig, plain: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    for module, (form, declared) in quantized_modules(config, plain):
         names = {name: part(module, name) for name in (form.codes, *form.scales, *form.optional)}
-        missing = [names[name] for name in form.scales if names[name] not in found]
+        missing = [names[name] for name in form.scales if names[name] not in plain]
         if missing:
             raise ConfigError(_tensor(missing[0]), required=f"missing{and_more(missing)}")
-        shape = found[names[form.codes]].shape
+        shape = plain[names[form.codes]].shape
         if len(shape) != 2:
             raise ConfigError(_tensor(names[form.codes]), list(shape), "a matrix is required")
-        found = {name: tensor for name, tensor in found.items() if name not in names.values()}
-        found[part(module, "weight")] = StoredTensor("F32", form.shape(shape, declared.bits))
-    return found
+        plain = {name: tensor for name, tensor in plain.items() if name not in names.values()}
+        plain[part(module, "weight")] = StoredTensor("F32", form.shape(shape, declared.bits))
+    return plain
 
 
 def check_values(config: DraftConfig, folder: str | Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_dflash.drafting.dequantize import WEIGHTS
-from sglang_dflash.drafting.weights import load_model, save_model
+from sglang_dflash.drafting.weights import check_new, load_model, read_tensors, save_model
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.quantization import FORMATS
@@ -149,11 +149,25 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_damaged_export_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    name, damage, message = BROKEN[kind]
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_damaged_export_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    name, damage, message = BROKEN[case]
     folder = tmp_path / "quantized"
     EXPORTERS[name].write(draft(tmp_path / "source"), folder, tmp_path / "plain")
     rewrite(folder, damage)
     with pytest.raises(ConfigError, match=message):
         load_model(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["W4A16", "ModelOpt-FP8", "AWQ"])
+def test_new_weights_of_a_served_draft_are_plain(name: str, tmp_path: Path) -> None:
+    """By tensors: nothing tells how they would be quantized. A folder is read as at start."""
+    folder, plain = tmp_path / "quantized", tmp_path / "plain"
+    EXPORTERS[name].write(draft(tmp_path / "source"), folder, plain)
+    model = load_model(folder, dtype=torch.float32)
+    check_new(model, read_tensors(plain))
+    quantized = {own: tensor for own, tensor in read_tensors(folder).items() if own[:3] == "fc."}
+    fused = {"layers.0.self_attn.qkv_proj.weight": torch.randn(128, 32)}
+    for tensors in (quantized, fused):
+        with pytest.raises(ConfigError, match=r"no draft of this config|one of BF16"):
+            check_new(model, tensors)

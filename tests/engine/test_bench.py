@@ -13,11 +13,12 @@ import torch
 from PIL import Image
 
 from sglang_dflash import cli
-from sglang_dflash.bench import arms, published
+from sglang_dflash.bench import arms, load, published
+from sglang_dflash.bench.differences import Difference, near_tie
 from sglang_dflash.bench.server import Server
 from tests.engine.client import counts
 from tests.engine.nursery import ForkedServer
-from tests.engine.servers import PAGE16_NO_OVERLAP, PAIR
+from tests.engine.servers import DFLASH, PAGE16_NO_OVERLAP, PAIR
 from tests.engine.session import ServerSession
 
 
@@ -73,3 +74,21 @@ def test_the_published_benchmark_measures_a_running_server(
     # One prompt warms the server up, and is asked again.
     assert len(answers) == 4
     assert float(length) == pytest.approx((counts(server) - before).acceptance_length, rel=0.1)
+
+
+@pytest.mark.server(DFLASH)
+def test_a_gap_is_that_of_the_answer(server: Server) -> None:
+    """Asked for after a text and the beginning of an answer to it."""
+    (text, *_), after = PAIR.prompts, 5
+    ask = {"return_logprob": True, "top_logprobs_num": 2, "text": text}
+    sampling = {"temperature": 0, "max_new_tokens": after + 1, "ignore_eos": True}
+    body = {**ask, "sampling_params": sampling}
+    made = load.answered("POST", f"{server.url}/generate", json=body).json()
+    first, second = (one[0] for one in made["meta_info"]["output_top_logprobs"][after])
+    answer = load.SGLang(server.url).ask(text, after + 1, ignore_eos=True)
+    assert list(answer.ids or ()) == made["output_ids"]
+    at = Difference("b", "a", "demo", 0, 1, (), answer, after, True)
+    arms = {"a": load.SGLang(server.url), "b": load.SGLang(server.url)}
+    found = near_tie(at, text, arms, is_float32=True)
+    assert found is not None and found.gaps["a"] == found.gaps["b"]
+    assert found.gaps["a"] == pytest.approx(first - second, abs=1e-3)

@@ -14,9 +14,9 @@ from tests.engine.servers import DFLASH, FILES, PLAIN, ServerConfig
 ASK = workload.some_short_and_demo
 
 
-def served(export: str, kind: str) -> ServerConfig:
-    folder = f"{FILES}/draft-{export}/{kind}"
-    return DFLASH.named(f"{export}-{kind}").having(speculative_draft_model_path=folder)
+def served(export: str, weights: str) -> ServerConfig:
+    folder = f"{FILES}/draft-{export}/{weights}"
+    return DFLASH.named(f"{export}-{weights}").having(speculative_draft_model_path=folder)
 
 
 def cases() -> Any:
@@ -34,5 +34,5 @@ def test_a_quantized_draft_is_as_good_as_its_values(
     ours, twin = answers(config, ASK), answers(served(export, "plain"), ASK)
     workload.assert_same_outputs(ours, workload.half_of_two(answers(PLAIN, workload.run)))
     workload.assert_same_outputs(ours, twin)
-    found, expected = (workload.counted(one["demo"]) for one in (ours, twin))
-    assert found == expected and found.acceptance_length > 3
+    steps, expected = (workload.counted(made["demo"]) for made in (ours, twin))
+    assert steps == expected and steps.acceptance_length > 3

@@ -9,7 +9,7 @@ import pytest
 from sglang_dflash.facts.precision import other_precision, precision
 from tests.quantized_draft import EXPORTERS
 
-CONFIGS = {name: {"quantization_config": one.config} for name, one in EXPORTERS.items()}
+CONFIGS = {name: {"quantization_config": exporter.config} for name, exporter in EXPORTERS.items()}
 NAMES = {
     "sapidlabs/Laguna-S-2.1-DFlash-NVFP4": "NVFP4",
     "RadixArk/Qwen3.8-27B-NVFP4": "NVFP4",
@@ -51,6 +51,6 @@ PAIRS: list[tuple[tuple[str, Any, str, Any], str | None]] = [
 
 @pytest.mark.parametrize(("pair", "warning"), PAIRS)
 def test_pairs(pair: tuple[str, Any, str, Any], warning: str | None) -> None:
-    found = other_precision(*pair)
-    assert len(found) == (warning is not None)
-    assert all(warning in text and "0 % with the same in" in text for text in found)
+    warnings = other_precision(*pair)
+    assert len(warnings) == (warning is not None)
+    assert all(warning in text and "0 % with the same in" in text for text in warnings)

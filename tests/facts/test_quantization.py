@@ -52,10 +52,10 @@ UNSERVED: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", UNSERVED)
+@pytest.mark.parametrize("case", UNSERVED)
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_what_cannot_be_dequantized_is_left_to_sglangs_worker(kind: str, key: str) -> None:
-    value, reason = UNSERVED[kind]
+def test_what_cannot_be_dequantized_is_left_to_sglangs_worker(case: str, key: str) -> None:
+    value, reason = UNSERVED[case]
     with pytest.raises(UnsupportedDraft) as refused:
         DraftConfig.from_dict(raw_config(**{key: value}))
     assert key in refused.value.field and reason in refused.value.required

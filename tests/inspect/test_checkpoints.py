@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
 from tests.inspect.pairs import inspected, refusal
+from tests.quantized_draft import EXPORTERS
 
 PAIR = demo_pair("dense")
 
@@ -76,3 +77,19 @@ def test_tensors_of_another_head_are_not_checked(
     assert report["verdict"].startswith("served by SGLang's built-in worker, because of swiglu")
     assert cli.main(["inspect", str(PAIR.target), str(draft)]) == 0
     assert "\ndraft weights: not checked, SGLang's worker" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", EXPORTERS)
+def test_a_quantized_draft_counts_as_it_is_served(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder, plain = tmp_path / "quantized", tmp_path / "plain"
+    EXPORTERS[name].write(PAIR.draft, folder, plain)
+    found, twin = (inspected(capsys, str(PAIR.target), str(path)) for path in (folder, plain))
+    assert (found["worker"], found["draft_values"]) == ("sglang-dflash", "finite")
+    assert found["draft_quantization"].endswith("bits), dequantized when it is loaded")
+    assert twin["draft_quantization"] is None
+    for fact in ("draft_weight_bytes", "target_tokens", "memory_bytes"):
+        assert found[fact] == twin[fact]
+    # Of a precision that is not the target's.
+    assert len(found["warnings"]) == len(twin["warnings"]) + 1

@@ -78,12 +78,12 @@ LOST: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HARMLESS)
+@pytest.mark.parametrize("case", HARMLESS)
 def test_a_whole_draft_is_loaded_in_silence(
-    kind: str, tensors: dict[str, Tensor], caplog: pytest.LogCaptureFixture
+    case: str, tensors: dict[str, Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     given = dict(tensors)
-    HARMLESS[kind](given)
+    HARMLESS[case](given)
     model = loaded(given)
     assert not caplog.records
     assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -105,19 +105,19 @@ def test_a_tensor_that_nothing_reads_is_named(
     assert "layers.0.self_attn.gate.weight, and 2 more of the draft" in record.getMessage()
 
 
-@pytest.mark.parametrize("kind", LOST)
-def test_a_parameter_that_nothing_fills_is_refused(kind: str, tensors: dict[str, Tensor]) -> None:
-    change, message = LOST[kind]
+@pytest.mark.parametrize("case", LOST)
+def test_a_parameter_that_nothing_fills_is_refused(case: str, tensors: dict[str, Tensor]) -> None:
+    change, message = LOST[case]
     given = dict(tensors)
     change(given)
     with pytest.raises(ConfigError, match=message):
         loaded(given)
 
 
-@pytest.mark.parametrize("kind", LOST)
-def test_weights_are_lost_without_the_row(kind: str, tensors: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("case", LOST)
+def test_weights_are_lost_without_the_row(case: str, tensors: dict[str, Tensor]) -> None:
     """SGLang serves what was in the memory."""
     given = dict(tensors)
-    LOST[kind][0](given)
+    LOST[case][0](given)
     model = loaded(given, without_row)
     assert any(parameter.isnan().any() for parameter in model.parameters())

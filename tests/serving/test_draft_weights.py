@@ -23,6 +23,7 @@ from sglang_dflash.serving.start.draft_weights import (
     with_draft,
 )
 from tests.conftest import random_model, raw_config, rewrite
+from tests.quantized_draft import EXPORTERS
 from tests.seam.originals import original
 
 MANAGER = weight_updater.SchedulerWeightUpdaterManager
@@ -250,6 +251,15 @@ def test_a_folder(served: Served, new: dict[str, Tensor], tmp_path: Path) -> Non
     rewrite(tmp_path / "new", lambda tensors: tensors.update(new))
     assert answer().success and has(served.draft, new)
     assert served.versions == ["3"] and not served.target.given
+
+
+def test_a_quantized_folder(served: Served, new: dict[str, Tensor], tmp_path: Path) -> None:
+    """As at start: its weights are dequantized, whatever the served draft's were."""
+    folder, plain = tmp_path / "quantized", tmp_path / "plain"
+    EXPORTERS["W4A16"].write(tmp_path / "new", folder, plain)
+    request = io_struct.UpdateWeightFromDiskReqInput(model_path=str(folder))
+    assert served.manager.update_weights_from_disk(request).success
+    assert has(served.draft, read_tensors(plain)) and not has(served.draft, new)
 
 
 def test_a_checkpoint_engine(

@@ -98,8 +98,8 @@ def chance(texts: Tensor) -> float:
     counts = torch.bincount(index, minlength=VOCAB**TOKENS)
     law = (expected / expected.sum()).flatten() * len(texts)
     assert law.min() >= 5
-    found: Any = chisquare(counts.numpy(), law.numpy())
-    return found.pvalue
+    result: Any = chisquare(counts.numpy(), law.numpy())
+    return result.pvalue
 
 
 def test_sampled_answers_have_the_targets_law() -> None:
