@@ -167,6 +167,10 @@ def read_quantization(fields: Fields) -> Quantization | None:
         known = [row for row in FORMATS if row.recognizes(group)]
         if not known:
             raise fields.unsupported(name, f"not served here: weights of {group}")
+        if any(way.format is known[0] for way in ways):
+            # A module's tensors would not tell which of the two it has.
+            required = f"not served here: two kinds of {group.method} {group.layout}"
+            raise fields.unsupported(name, required)
         ways.append(Stored(known[0], group))
     if not ways:
         methods = ", ".join(_METHODS)

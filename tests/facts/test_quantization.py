@@ -34,6 +34,7 @@ UNSERVED: dict[str, tuple[Any, str]] = {
     "no object": ([1], "a quantized draft"),
     "another layout": ({**CT, "format": "marlin-24"}, "compressed-tensors marlin-24 (4 bits)"),
     "other bits": (weights(num_bits=3), "compressed-tensors pack-quantized (3 bits)"),
+    "two numbers of bits": (weights(num_bits=8), "two kinds of compressed-tensors pack-quantized"),
     "a rotation": ({**CT, "transform_config": {"config_groups": {"R1": {}}}}, "not served"),
     "zeros": ({**CT, "sparsity_config": {"format": "sparse-24-bitmask"}}, "not served"),
     "no groups": ({**CT, "config_groups": {}}, "a quantized draft"),
