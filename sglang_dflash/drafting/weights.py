@@ -135,19 +135,21 @@ def load_model(
             maps = {name: tensors[name].numpy() for name in (D2T, T2D) if name in tensors}
             ids = torch.from_numpy(token_ids(config, maps))
         model.token_ids = ids.to(device)
-    if not dummy and tp.rank == 0:
+    if config.quantization is not None and not dummy and tp.rank == 0:
         _tell_dequantized(model, len(quantized_modules(config, stored_tensors(folder))))
     return model.freeze()
 
 
 def _tell_dequantized(model: DraftModel, modules: int) -> None:
+    quantization = model.config.quantization
     if not modules:
+        logger.warning("the draft is said to be quantized, %s: no tensor of it is", quantization)
         return
     size, dtype = sum(own.nbytes for own in model.parameters()), str(model.dtype)
     of_rank = " on each rank" if model.tp.size > 1 else ""
     logger.info(
         "%d modules of the draft are quantized, %s, and were dequantized: it takes %.3f GiB, %s%s",
-        modules, model.config.quantization, size / 2**30, dtype.removeprefix("torch."), of_rank,
+        modules, quantization, size / 2**30, dtype.removeprefix("torch."), of_rank,
     )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
     method = _method(own)
     read = _METHODS.get(method)
     declared = [] if read is None else read(own, method)
-    ways = []
+    ways = list[Stored]()
     for group in dict.fromkeys(declared):
         known = [row for row in FORMATS if row.recognizes(group)]
         if not known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,18 @@ def test_one_line_tells_what_the_weights_take(
     assert (
         f"pack-quantized (4 bits), and were dequantized: it takes {size:.3f} GiB, bfloat16" in line
     )
+
+
+def test_a_draft_that_is_only_said_to_be_quantized(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = draft(tmp_path / "source")
+    expected = state(source)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = dict(EXPORTERS["FP8"].config)
+    (source / "config.json").write_text(json.dumps(config))
+    assert all(torch.equal(own, expected[name]) for name, own in state(source).items())
+    assert "float-quantized (8 bits): no tensor of it is" in caplog.text
 
 
 Q = "layers.1.self_attn.q_proj"
