@@ -152,10 +152,7 @@ SIMULATED = (
 TP2 = DFLASH.named("tp2").having(tp_size=2)
 # The second rank's logits and drafts are other ones: it has to follow the first.
 TP2_DISAGREEING = faulty(
-    TP2.having(
-        speculative_dflash_extension="tests.engine.extensions:disagreeing",
-        speculative_draft_model_path=f"{FILES}/draft-W4A16-zero-points/quantized",
-    )
+    TP2.having(speculative_dflash_extension="tests.engine.extensions:disagreeing")
 ).named("tp2-disagreeing")
 DP2 = DFLASH.named("dp2").having(dp_size=2)
 
