@@ -104,6 +104,7 @@ WIDE = {**LOOKUP, "speculative_num_draft_tokens": 20}
 # Sliding and full layers; the second is of DFlash2.
 MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft", **LOOKUP}
 SECOND = {"speculative_draft_model_path": f"{FILES}/dflash2-draft", **LOOKUP}
+QUANTIZED = {"speculative_draft_model_path": f"{FILES}/draft-W4A16-zero-points/quantized"}
 PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True, **SECOND)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
@@ -113,8 +114,7 @@ WINDOW: dict[str, Any] = {
 PAGE16_WINDOW = PAGES.named("page16-window").having(
     speculative_draft_model_path=f"{FILES}/short-draft", **WINDOW
 )
-# SGLang compares its pools with what holds them after every step. The last variable is one that no
-# log may show.
+# SGLang checks its pools after every step. The last variable is one that no log may show.
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -149,7 +149,7 @@ SIMULATED = (
     )
     .with_env(SGLANG_SIMULATE_ACC_LEN="3.5", SGLANG_SIMULATE_ACC_TOKEN_MODE="real-draft-token")
 )
-TP2 = DFLASH.named("tp2").having(tp_size=2)
+TP2 = DFLASH.named("tp2").having(tp_size=2, **QUANTIZED)
 # The second rank's logits and drafts are other ones: it has to follow the first.
 TP2_DISAGREEING = faulty(
     TP2.having(speculative_dflash_extension="tests.engine.extensions:disagreeing")
