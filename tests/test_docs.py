@@ -22,3 +22,20 @@ def test_paths_in_the_docs_exist(page: Path) -> None:
         assert any((home / name).exists() for home in homes) or "NAME" in name, name
     for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
         assert (page.parent / link).exists(), link
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=str)
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    found = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text())
+    assert not [
+        f"{link}#{anchor}"
+        for link, anchor in found
+        if anchor not in anchors(page.parent / link if link else page)
+    ]

@@ -92,7 +92,7 @@ def test_prometheus_scrapes_the_server_and_reads_the_rules() -> None:
 def test_the_alerts_are_those_of_the_page_and_of_series_that_exist() -> None:
     (group,) = read(DEPLOY / "alerts.yml")["groups"]
     rules = {rule["alert"]: rule["expr"] for rule in group["rules"]}
-    page = (ROOT / "docs/operating.md").read_text().partition("What to alert on")[2]
+    page = (ROOT / "docs/metrics.md").read_text().partition("What to alert on")[2]
     assert dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page, re.M)) == rules
     for expression in rules.values():
         (series,) = re.findall(r"\b(?:sglang\w+|up)\b(?!\")", expression)

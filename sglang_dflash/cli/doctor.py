@@ -1,5 +1,5 @@
 """`sglang-dflash doctor`: what is wrong with a running server, and what to do, by its /server_info.
-The numbers that are read are explained in docs/operating.md."""
+The numbers that are read are explained in docs/metrics.md."""
 
 from __future__ import annotations
 

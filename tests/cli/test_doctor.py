@@ -259,7 +259,7 @@ def test_the_dtype_is_known_if_it_was_asked_for() -> None:
 
 
 def test_the_page_lists_every_finding() -> None:
-    page = (Path(__file__).parents[2] / "docs/operating.md").read_text().partition("## What to")[0]
+    page = (Path(__file__).parents[2] / "docs/doctor.md").read_text().partition("## ")[0]
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     listed = set(re.findall(r"`([\w-]+)`", " ".join(rows)))
     from_start = {

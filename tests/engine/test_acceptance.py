@@ -13,6 +13,7 @@ from sglang_dflash.bench.server import Server
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 from sglang_dflash.facts.errors import Failed
 from tests.engine import workload
+from tests.engine.client import post
 from tests.engine.servers import BUILTIN, DFLASH, SIMULATED
 
 
@@ -40,6 +41,24 @@ def test_as_the_built_in_worker(answers: Any) -> None:
     assert workload.acceptance_length(ours) == pytest.approx(
         workload.acceptance_length(builtin), rel=0.01
     )
+
+
+@pytest.mark.server(DFLASH)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_openai_client_learns_it(path: str, server: Server) -> None:
+    """With SGLang's extension that docs/metrics.md names: streamed, in the last event."""
+    text = workload.prompts()["demo"][0]
+    chat = {"messages": [{"role": "user", "content": text}]}
+    body = {
+        **(chat if "chat" in path else {"prompt": text}),
+        "model": "default", "max_tokens": 16, "temperature": 0, "return_spec_tokens_details": True,
+    }  # fmt: skip
+    whole = post(server, path, body).json()
+    lines = post(server, path, body | {"stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    for answer in (whole, events[-1]):
+        steps = answer["sglext"]["spec_tokens_details"]["spec_verify_ct"]
+        assert 1 <= (whole["usage"]["completion_tokens"] - 1) / steps <= 8
 
 
 @pytest.mark.server(SIMULATED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -10,24 +11,43 @@ import pytest
 
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import UnsupportedDraft
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.facts.origin import published_draft
 from sglang_dflash.facts.published import FOLDER, published_pairs, shipped
 from sglang_dflash.inspect.report import inspect
 from sglang_dflash.inspect.serving import Serving
 
 DOCS = Path(__file__).parents[2] / "docs"
-LINES = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (DOCS / "models.md").read_text().splitlines()
-    if line.startswith("| ")
-]
-# After the head and the line of dashes.
-ROWS = [dict(zip(LINES[0], cells, strict=True)) for cells in LINES[2:]]
+WHOLE, PART = (DOCS / "models.md").read_text().split("## Published, without a whole config")
+
+
+def rows_of(text: str) -> list[dict[str, str]]:
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
+    # After the head and the line of dashes.
+    return [dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]]
+
+
+ROWS = rows_of(WHOLE)
 
 
 def test_every_published_draft_is_a_row() -> None:
     published = [draft for drafts in published_pairs().values() for draft in drafts]
     assert sorted(row["draft"] for row in ROWS) == sorted(published)
+
+
+def test_drafts_without_a_whole_config_are_listed_and_never_chosen() -> None:
+    others = json.loads((FOLDER / "collection.json").read_text())["others"]
+    listed = {row["draft"]: (row["target"], row["seen"]) for row in rows_of(PART)}
+    assert listed == {name: (of["target"], of["known"]) for name, of in others.items()}
+    assert not others.keys() & shipped("draft").keys()
+    for of in others.values():
+        with contextlib.suppress(ConfigError):
+            chosen = published_draft(of["target"])
+            assert chosen.startswith("z-lab/") and chosen in shipped("draft")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["draft"])

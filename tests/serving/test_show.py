@@ -35,7 +35,7 @@ from tests.recording import OpRecorder
 from tests.serving.in_process import worker_of
 from tests.serving.test_step_times import Clock
 
-PAGE = (Path(__file__).parents[2] / "docs/operating.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
 LABELS = {"model_name": "m"}
 
 
