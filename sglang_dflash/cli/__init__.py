@@ -13,7 +13,8 @@ from sglang_dflash.facts.command_line import Parser, flag_names
 from sglang_dflash.facts.errors import ConfigError, Failed
 
 VERBS = {
-    "env": "which worker serves, and why; versions and machine, for a bug report",
+    "env": "which worker serves, and why; versions and machine, for a bug report; with --changes "
+    "what is changed in SGLang",
     "demo-models": "print the directories of an embedded pair: the target's, then the draft's",
     "inspect": "whether a pair can be served and what it costs, before any weight is loaded",
     "doctor": "acceptance length of a running server, what is wrong with it, and what to do",
