@@ -20,13 +20,14 @@ from torch import Tensor
 from sglang_dflash.platform_cpu import seams as platform_cpu
 from tests.fake_gpu.gloo import GlooCommunicator
 from tests.fake_gpu.gpu import GPU
-from tests.fake_gpu.kernels import attention, elementwise, recurrent, sampling, twins
+from tests.fake_gpu.kernels import attention, elementwise, flashinfer, recurrent, sampling, twins
 from tests.fake_gpu.launches import function, kernel
 from tests.fake_gpu.tensor import COMPILED, CudaTensor
 
 # A variable of a server: SGLang's attention in the interpreter, 50 times slower than torch code.
 INTERPRETED_ATTENTION = "FAKE_GPU_INTERPRETED_ATTENTION"
-# A variable of a server: torch code in place of the slowest kernels, ours and SGLang's.
+# A variable of a server: torch code in place of the slowest kernels, ours and SGLang's ("1"), or
+# SGLang's only ("theirs").
 TWINS = "FAKE_GPU_TWINS"
 Hook = Callable[[Any], None]
 
@@ -100,6 +101,15 @@ def unless_interpreted(theirs: Callable[..., Any], run: Callable[..., None]) -> 
     return choose
 
 
+def flashinfer_attention(module: Any) -> None:
+    for name, value in flashinfer.CLASSES.items():
+        setattr(module, name, value)
+
+
+def flashinfer_cascade(module: Any) -> None:
+    module.merge_state = flashinfer.merge_state
+
+
 def flashinfer_sampling(module: Any) -> None:
     for name, run in sampling.FLASHINFER.items():
         setattr(module, name, run)
@@ -154,11 +164,15 @@ def replay_fold(module: Any) -> None:
     choose_twins(module, twins.OF_REPLAY)
 
 
-def choose_twins(module: Any, named: dict[str, Callable[..., Any]]) -> None:
-    """Let a variable choose between functions of a module and their twins."""
+def choose_twins(
+    module: Any, named: dict[str, Callable[..., Any]], values: tuple[str, ...] = ("1",)
+) -> None:
+    """Let the values of a variable choose the twins of a module's functions."""
 
     def choosing(launch: Callable[..., Any], twin: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (twin if os.environ.get(TWINS) else launch)(*args, **kwargs)
+        return lambda *args, **kwargs: (twin if os.environ.get(TWINS) in values else launch)(
+            *args, **kwargs
+        )
 
     for name, twin in named.items():
         setattr(module, name, choosing(getattr(module, name), twin))
@@ -178,7 +192,11 @@ def twins_of_sglang() -> dict[str, Hook]:
     for seam in seams:
         named.setdefault(seam.parent, {})[seam.attribute] = resolved(str(seam.ours))
     return {
-        module: partial(choose_twins, named={name: function(run) for name, run in twins.items()})
+        module: partial(
+            choose_twins,
+            named={name: function(run) for name, run in twins.items()},
+            values=("1", "theirs"),
+        )
         for module, twins in named.items()
     }
 
@@ -212,6 +230,8 @@ def pynccl(module: Any) -> None:
 ATTENTION = "sglang.kernels.ops.attention"
 HOOKS: dict[str, Hook] = {
     "sglang.kernels.jit.utils.compile.loader": jit_loader,
+    "flashinfer": flashinfer_attention,
+    "flashinfer.cascade": flashinfer_cascade,
     "flashinfer.gdn_prefill": flashinfer_prefill,
     "flashinfer.norm": flashinfer_norms,
     "flashinfer.sampling": flashinfer_sampling,

@@ -10,8 +10,6 @@ import sys
 ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
     "TORCHDYNAMO_DISABLE": "1",
-    # Of its attention there is no torch code.
-    "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
     "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
 }

@@ -8,6 +8,7 @@ from typing import Any
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.platform_cpu import OVERLAP
 from tests.engine import front_ends
+from tests.engine import servers as cpu
 from tests.engine.servers import (
     FILES,
     LOOKUP,
@@ -91,6 +92,15 @@ FA3 = (
     .having(**drafting(DENSE.draft), speculative_draft_attention_backend="fa3")
 )
 FLASHINFER = DFLASH.named("gpu-flashinfer-sampling").having(sampling_backend="flashinfer")
+# FlashInfer's attention, of 16 bits, for the target; ours drafts with Triton then.
+FLASHINFER_PLAIN = PLAIN.named("gpu-flashinfer-plain").having(
+    dtype="bfloat16", attention_backend="flashinfer"
+)
+FLASHINFER_TARGET = (
+    FLASHINFER_PLAIN.named("gpu-flashinfer-target")
+    .with_env(**{TWINS: "1"})
+    .having(**drafting(DENSE.draft))
+)
 # As in an environment where FlashInfer cannot be installed.
 BARE = on_gpu(DFLASH, "flashinfer").named("gpu-bare")
 BARE_BUILTIN = on_gpu(BUILTIN, "flashinfer").named("gpu-bare-builtin")
@@ -128,4 +138,25 @@ HYBRID_SNAPSHOT = HYBRID_REPLAY.named("gpu-hybrid-snapshot").having(
 )
 HYBRID_BUILTIN = HYBRID_REPLAY.named("gpu-hybrid-builtin").having(
     speculative_dflash_worker="builtin"
+)
+# All of it in float32, which SGLang's own prefill kernels refuse, and compared with the CPU engine:
+# prompts in chunks, and requests that are retracted.
+HYBRID_REFERENCE = cpu.PLAIN.named("gpu-hybrid-reference").having(
+    model_path=HYBRID.target, max_mamba_cache_size=64, max_running_requests=8
+)
+HYBRID_EXACT = (
+    HYBRID_REPLAY.named("gpu-hybrid-exact")
+    .having(dtype="float32", chunked_prefill_size=64)
+    .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="7", **STRICT)
+)
+HYBRID_EXACT_SNAPSHOT = HYBRID_EXACT.named("gpu-hybrid-exact-snapshot").having(
+    speculative_dflash_recurrent_rollback="snapshot"
+)
+# Our Triton kernels, replay's among them.
+HYBRID_OWN_KERNELS = HYBRID_REPLAY.named("gpu-hybrid-own-kernels").with_env(**{TWINS: "theirs"})
+HYBRID_SEEDED_PLAIN = HYBRID_PLAIN.named("gpu-hybrid-seeded-plain").having(
+    enable_deterministic_inference=True
+)
+HYBRID_SEEDED = HYBRID_SEEDED_PLAIN.named("gpu-hybrid-seeded").having(
+    **drafting(HYBRID.draft), linear_attn_verify_backend="triton"
 )

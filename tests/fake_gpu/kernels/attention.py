@@ -20,7 +20,20 @@ def attend(
     cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of one request in float32.
+    """Attention of one request in float32, `[n, heads, d]`. See `attend_and_sum`."""
+    return attend_and_sum(q, k, v, allowed, scale, cap, sinks)[0]
+
+
+def attend_and_sum(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    scale: float,
+    cap: float,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one request in float32, and the logarithm of the sum of weights `[n, heads]`.
 
     Args:
         q: `[n, heads, d]`; k, v: `[m, kv_heads, d]`.
@@ -38,7 +51,7 @@ def attend(
         column = sinks.float().view(-1, 1, 1).expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1)[..., : len(k)].nan_to_num(0.0)
-    return torch.einsum("hnm,mhd->nhd", weights, v)
+    return torch.einsum("hnm,mhd->nhd", weights, v), scores.logsumexp(-1).T
 
 
 def refuse(**options: Any) -> None:
