@@ -34,6 +34,9 @@ LOOP = (
     "process_batch_result_"
 )
 
+# FlashInfer plans a step with lengths that the host has to know.
+PLANNED = "Stream.synchronize at sglang/srt/managers/overlap_utils.py:resolve_seq_lens_cpu"
+
 
 def report(server: Server) -> dict[str, Any]:
     """What the scheduler says of its GPU."""
@@ -139,7 +142,8 @@ def test_a_decode_step_waits_for_its_results_only(config: ServerConfig, server: 
     answer = client.ask(server, asks.PROMPTS["short"][7], max_new_tokens=64)
     after = report(server)
     waits = Counter(after["waits"]) - Counter(before["waits"])
-    assert waits.keys() == {f"{LOOP}prefill", f"{LOOP}decode"}, waits
+    planned = {PLANNED} if config == g.FLASHINFER_TARGET else set()
+    assert waits.keys() == {f"{LOOP}prefill", f"{LOOP}decode"} | planned, waits
     # Under overlap a step is launched before the last one's end is known.
     steps = answer["meta_info"]["spec_verify_ct"]
     assert waits[f"{LOOP}prefill"] == 1 and 0 <= waits[f"{LOOP}decode"] - steps <= 1
