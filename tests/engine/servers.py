@@ -106,10 +106,7 @@ MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft", **LOOKUP}
 SECOND = {"speculative_draft_model_path": f"{FILES}/dflash2-draft", **LOOKUP}
 QUANTIZED = {"speculative_draft_model_path": f"{FILES}/draft-W4A16-zero-points/quantized"}
 PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True, **SECOND)
-WINDOW: dict[str, Any] = {
-    "speculative_dflash_draft_window_size": 96,
-    "speculative_draft_sink_size": 4,
-}
+WINDOW = {"speculative_dflash_draft_window_size": 96, "speculative_draft_sink_size": 4}
 # Its draft's config claims training on no more than 64 positions.
 PAGE16_WINDOW = PAGES.named("page16-window").having(
     speculative_draft_model_path=f"{FILES}/short-draft", **WINDOW

@@ -143,11 +143,18 @@ def broadcast(server: Server, tensors: dict[str, Tensor], selector: str) -> requ
 
 
 def drafted(server: Server) -> tuple[list[int], int]:
-    """An answer, and how many tokens of the draft it has (not of lookup)."""
+    """An answer, and how many tokens of the draft it has (not of lookup). Which of the two sources
+    is verified, a server learns from what it served before; so the number varies a little where
+    text is looked up."""
     client.flush(server)
     before = accepted_of_the_draft(server)
     answer = client.ask(server, workload.prompts()["demo"][0], max_new_tokens=48)
     return answer["output_ids"], accepted_of_the_draft(server) - before
+
+
+def assert_drafts_as_before(server: Server, answer: list[int], accepted: int) -> None:
+    same, again = drafted(server)
+    assert same == answer and 0.75 * accepted < again < 1.5 * accepted
 
 
 def accepted_of_the_draft(server: Server) -> int:
@@ -183,11 +190,11 @@ def test_new_weights_of_a_draft(
     for wrong in ({"fc.weight": torch.zeros(2, 3)}, {"fc.weights": torch.zeros(2)}):
         answer = sent({"norm.weight": torch.zeros(weights["norm.weight"].shape), **wrong})
         assert answer.status_code == 400 and min(wrong) in answer.json()["message"]
-        assert drafted(server) == (before, accepted)
+        assert_drafts_as_before(server, before, accepted)
     assert sent({name: torch.zeros_like(t) for name, t in weights.items()}).ok
     assert drafted(server) == (before, 0)
     assert sent(weights).ok
-    assert drafted(server) == (before, accepted)
+    assert_drafts_as_before(server, before, accepted)
 
 
 @pytest.mark.server(DFLASH)
@@ -200,7 +207,7 @@ def test_a_folder_of_a_draft(server: Server, tmp_path: Path) -> None:
     output_then, accepted_then = drafted(server)
     assert output_then == before and accepted_then < accepted / 4
     assert update(server, str(PAIR.draft)).ok
-    assert drafted(server) == (before, accepted)
+    assert_drafts_as_before(server, before, accepted)
     # The target's, as before.
     assert update(server, str(PAIR.target)).ok
-    assert drafted(server) == (before, accepted)
+    assert_drafts_as_before(server, before, accepted)
