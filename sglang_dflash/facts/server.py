@@ -180,9 +180,11 @@ class ServerInfo:
 
     @property
     def break_even_at_least(self) -> float | None:
-        """What break-even is not below, if it is not measured; None if that is not known either."""
+        """What break-even is not below on a server that always drafts; None if it is not known."""
         enough = self.reports and self.reports[0].get("decode_steps", 0) >= ENOUGH_STEPS
-        if not enough or self.break_even or self._machine.get("accelerator") is not None:
+        # Others have plain steps among those that are timed.
+        always = set(self.values("width")) == {"fixed"}
+        if not enough or not always or self._machine.get("accelerator") is not None:
             return None
         return break_even.least(self.reports[0])
 
@@ -209,6 +211,8 @@ class ServerInfo:
                 f"drafts pay from this acceptance length: {break_even.told(self.break_even)}; the "
                 f"server now takes width {now}"
             )
+        if set(self.values("width")) != {"fixed"}:
+            return "from which acceptance length drafts pay is not measured yet: send more requests"
         if self.break_even_at_least is not None:
             return (
                 f"drafts pay from an acceptance length above {self.break_even_at_least:.2f}: a "

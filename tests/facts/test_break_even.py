@@ -38,6 +38,14 @@ def test_an_adaptive_server_measures_it(server: ServerInfo) -> None:
     assert server.losing is server.break_even_at_least is None
 
 
+@pytest.mark.parametrize("costs", [[], COSTS[1:2]], ids=["none", "no plain step"])
+def test_an_adaptive_server_without_a_measurement_has_no_bound(costs: list[Any]) -> None:
+    """Its parts are those of plain steps, too. A surprise makes it forget what it has measured."""
+    server = reading({**ADAPTIVE, "width_costs": costs, "committed_tokens": 5100})
+    assert server.losing is server.break_even_at_least is None
+    assert "not measured yet" in str(server.break_even_line())
+
+
 @pytest.mark.parametrize(
     ("shares", "least"),
     [
