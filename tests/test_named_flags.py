@@ -24,6 +24,7 @@ FOREIGN = {
         "--enforce-eager", "--generation-config", "--kv-cache-memory-bytes", "--max-model-len",
         "--max-num-seqs", "--speculative-config",
     },
+    "sglang serve, beside a server's": {"--model-type"},
     "uv pip": {"--no-deps"},
     "nsys, ncu, compute-sanitizer": {
         "--cuda-graph-trace", "--error-exitcode", "--set", "--tool",

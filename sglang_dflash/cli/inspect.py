@@ -57,14 +57,19 @@ def split(argv: list[str], known: Collection[str]) -> tuple[list[str], list[str]
     """A command line in our words, and the server's launch command that it holds, if any.
 
     Args:
-        known: our flags.
+        known: our flags, which may stand among a server's without a `--`.
+
+    Raises:
+        ConfigError: see `launch_command.read`.
     """
-    ours, command = argv[:1], argv[1:]
     if "--" in argv:
         ours, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    elif not launch_command.is_launch(command):
+    elif launch_command.is_launch(argv):
+        own, command = launch_command.without_own(argv[1:], known)
+        ours = [*argv[:1], *own]
+    else:
         return argv, []
-    return [*ours, *launch_command.read(command, known).words], command
+    return [*ours, *launch_command.read(command).words], command
 
 
 def run(args: argparse.Namespace) -> None:

@@ -246,7 +246,8 @@ class Options:
         """
         verify_block = trained if self.verify_block is None else self.verify_block
         if verify_block is None:
-            raise ConfigError("verify_block", None, "required, because the draft's is not known")
+            required = "required, because the draft's is not known"
+            raise ConfigError("verify_block", required=required)
         most = _MOST_TRAINED_BLOCKS * (trained or verify_block)
         if verify_block > most:
             raise ConfigError(

@@ -94,6 +94,17 @@ def end_in_one_line(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     Args:
         message: of `ArgumentParser.error`.
     """
+    lines = explained(parser, message)
+    print("\n".join(f"{parser.prog}: {line}" for line in lines), file=sys.stderr)
+    sys.exit(2)
+
+
+def explained(parser: argparse.ArgumentParser, message: str) -> list[str]:
+    """What argparse says, in our words: up to three lines.
+
+    Args:
+        message: of `ArgumentParser.error`.
+    """
     unknown = re.fullmatch(r"unrecognized arguments: (.*)", message, re.S)
     lines = [re.sub(r"^argument ", "", message)]
     if unknown is not None:
@@ -107,8 +118,7 @@ def end_in_one_line(parser: argparse.ArgumentParser, message: str) -> NoReturn:
         near = difflib.get_close_matches(choice[2], known, 1)
         meant = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
         lines = [f"{choice[1]}: {choice[2]!r}; {meant}"]
-    print("\n".join(f"{parser.prog}: {line}" for line in lines[:3]), file=sys.stderr)
-    sys.exit(2)
+    return lines[:3]
 
 
 def _no_such(flag: str, known: Iterable[str]) -> str:

@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
-import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from os.path import exists
 from pathlib import Path
+from typing import Any
 
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown_pair
 from sglang_dflash.facts.hub import check_path
 from sglang_dflash.facts.origin import published_draft
 from sglang_dflash.facts.published import check_target_folder
+from sglang_dflash.facts.server_flags import known_settings
 from sglang_dflash.facts.target_config import TargetGeometry
 
-TARGET = ("--model-path", "--model")
-DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
-_READ = (
-    *TARGET, *DRAFT, "--speculative-algorithm", "--speculative-dflash-worker",
-    "--enable-return-aux-hidden-states",
-)  # fmt: skip
-_NAMES = {"target": TARGET[0], "draft": DRAFT[0]}
-
-
-def flags_of(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag and the words up to the next one. What stands before the first is the program."""
-    flag, values = None, list[str]()
-    for word in words:
-        if not re.match(r"-\D", word):
-            values.append(word)
-            continue
-        if flag is not None:
-            yield flag, values
-        flag, equals, value = word.partition("=")
-        values = [value] if equals else []
-    if flag is not None:
-        yield flag, values
+_NAMES = {"target": "--model-path", "draft": "--speculative-draft-model-path"}
 
 
 def listens(argv: Sequence[str]) -> bool:
@@ -67,8 +47,9 @@ def refuse_early(argv: Sequence[str]) -> None:
     # Its children have the same command line.
     if not listens(argv) or multiprocessing.parent_process() is not None:
         return
-    given = {flag: " ".join(values) for flag, values in flags_of(argv[1:])}
-    if any(map(_needs_the_parser, given)):
+    given = known_settings(argv)
+    # A file of flags is read by the server's parser only, which also answers --help.
+    if given is None or not {"help", "config"}.isdisjoint(given):
         return
     try:
         _check(given)
@@ -76,23 +57,14 @@ def refuse_early(argv: Sequence[str]) -> None:
         raise SystemExit(f"sglang-dflash: {error.named(_NAMES)}") from None
 
 
-def _needs_the_parser(flag: str) -> bool:
-    """Whether it asks for help, names a file of flags, or may be short for one read here."""
-    if flag in ("-h", "--config"):
-        return True
-    return flag not in _READ and any(name.startswith(flag) for name in ("--help", *_READ))
-
-
-def _check(given: dict[str, str]) -> None:
+def _check(given: Mapping[str, Any]) -> None:
     """Raise ConfigError."""
-    target, draft = (
-        next((given[name] for name in names if given.get(name)), None) for names in (TARGET, DRAFT)
-    )
+    target, draft = given.get("model_path"), given.get("speculative_draft_model_path")
     if target is not None:
         check_path("target", target)
-    if given.get("--speculative-algorithm", "").upper() != "DFLASH" or target is None:
+    if given.get("speculative_algorithm", "").upper() != "DFLASH" or target is None:
         return
-    if "--enable-return-aux-hidden-states" in given:
+    if given.get("enable_return_aux_hidden_states"):
         # No draft: the algorithm is only whose layer numbers are meant.
         return
     check_target_folder(target)
@@ -100,7 +72,7 @@ def _check(given: dict[str, str]) -> None:
         published_draft(target)
         return
     check_path("draft", draft)
-    if exists(draft) and given.get("--speculative-dflash-worker") != "builtin":
+    if exists(draft) and given.get("speculative_dflash_worker") != "builtin":
         _check_pair(target, draft)
 
 

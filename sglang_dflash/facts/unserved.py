@@ -237,40 +237,20 @@ IGNORED = (
 )  # fmt: skip
 
 
-# Another spelling of a flag -> its field; and one that stands for another setting.
-_SPELLED = {
-    "--attention-context-parallel-size": "attn_cp_size",
-    "--attention-data-parallel-size": "attn_dp_size",
-    "--pipeline-parallel-size": "pp_size",
-    "--pp": "pp_size",
-}
-
-
 class Given:
-    """The settings of a launch command, by its flags: any other field is None.
+    """The settings of a launch command: any that it does not give is None.
 
     Args:
-        flags: flag -> its value, "" for none.
+        settings: see `server_flags.settings_of`.
     """
 
     # What is given is explicit.
     _speculative_draft_quantization_explicitly_set = True
 
-    def __init__(self, flags: Mapping[str, str]) -> None:
-        for flag, value in flags.items():
-            name = _SPELLED.get(flag, flag.removeprefix("--").replace("-", "_"))
-            setattr(self, name, _parsed(value))
-        if "--enable-dp-attention" in flags:
-            self.attn_dp_size = getattr(self, "dp_size", None)
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.__dict__.update(settings)
+        if settings.get("enable_dp_attention"):
+            self.attn_dp_size = settings.get("dp_size")
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-def _parsed(value: str) -> Any:
-    if not value:
-        return True
-    try:
-        return int(value) if value.isdecimal() else float(value)
-    except ValueError:
-        return value

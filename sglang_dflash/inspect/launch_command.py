@@ -1,38 +1,44 @@
-"""What a server's launch command means for `sglang-dflash inspect`, by the names of its flags.
-SGLang is not imported."""
+"""A server's launch command as `sglang-dflash inspect` takes it. SGLang is not imported."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang_dflash.facts.command_line import spelled
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.launch import DRAFT, TARGET, flags_of
+from sglang_dflash.facts.origin import published_draft
+from sglang_dflash.facts.refused import (
+    WIDTH_FLAG,
+    asked_block,
+    refuse_ray,
+    refuse_trusted,
+    why_not_adaptive,
+)
+from sglang_dflash.facts.server_flags import COMMAND, rows, settings_of
 from sglang_dflash.facts.unserved import Given, builtin_reason
 from sglang_dflash.inspect.serving import Serving
 
-# SGLang's flag, or ours of a server -> the flag of `sglang-dflash inspect`.
-_FLAGS: Mapping[str, str] = {
-    "--max-running-requests": "--max-running-requests",
-    "--tp-size": "--tp-size",
-    "--tensor-parallel-size": "--tp-size",
-    "--tp": "--tp-size",
-    "--mem-fraction-static": "--mem-fraction",
-    "--context-length": "--context-length",
-    "--kv-cache-dtype": "--kv-dtype",
-    "--speculative-draft-kv-cache-dtype": "--draft-kv-dtype",
-    "--speculative-draft-window-size": "--window",
-    "--speculative-dflash-draft-window-size": "--window",
-    "--speculative-draft-sink-size": "--sinks",
-    "--speculative-num-draft-tokens": "--block-size",
-    "--speculative-dflash-block-size": "--block-size",
-    "--speculative-dflash-draft-kv-tokens": "--draft-kv-tokens",
-    "--speculative-dflash-width": "--width",
-    "--speculative-draft-attention-backend": "--draft-attention-backend",
-    "--attention-backend": "--attention-backend",
-    "--max-mamba-cache-size": "--max-mamba-cache-size",
-    "--quantization": "--quantization",
+# A setting of a server -> the flag of `sglang-dflash inspect`.
+FLAGS: Mapping[str, str] = {
+    "max_running_requests": "--max-running-requests",
+    "tp_size": "--tp-size",
+    "mem_fraction_static": "--mem-fraction",
+    "context_length": "--context-length",
+    "kv_cache_dtype": "--kv-dtype",
+    "speculative_draft_kv_cache_dtype": "--draft-kv-dtype",
+    "speculative_draft_window_size": "--window",
+    "speculative_draft_sink_size": "--sinks",
+    "speculative_num_draft_tokens": "--block-size",
+    "speculative_dflash_block_size": "--block-size",
+    "speculative_dflash_draft_kv_tokens": "--draft-kv-tokens",
+    "speculative_dflash_width": "--width",
+    "speculative_draft_attention_backend": "--draft-attention-backend",
+    "attention_backend": "--attention-backend",
+    "max_mamba_cache_size": "--max-mamba-cache-size",
+    "quantization": "--quantization",
 }
 # The flags of `inspect`, by the fields of `Options` and `Serving`.
 OPTION_FLAGS = spelled(
@@ -46,16 +52,23 @@ SERVING_FLAGS = spelled(
 # A value of a server -> that of `inspect`.
 _VALUES = {"bf16": "bfloat16", "torch_native": "torch"}
 # They change the figures, and are not part of the arithmetic.
-_NOT_RECKONED = {
-    "--config", "--max-total-tokens", "--mamba-full-memory-ratio", "--mamba-ssm-dtype",
-    "--disable-radix-cache", "--swa-full-tokens-ratio", "--dtype", "--dp-size",
-    "--data-parallel-size", "--dp", "--ep-size", "--expert-parallel-size", "--ep",
-    "--cpu-offload-gb", "--enable-lora", "--lora-paths", "--page-size",
-    "--speculative-dflash-recurrent-rollback", "--speculative-dflash-extension",
-    "--disaggregation-mode", "--enable-hierarchical-cache", "--disable-cuda-graph",
-    "--cuda-graph-bs-decode", "--cuda-graph-max-bs-decode", "--speculative-dflash-draft-graphs",
-    "--prefill-attention-backend", "--decode-attention-backend",
-}  # fmt: skip
+NOT_RECKONED = (
+    "max_total_tokens", "mamba_full_memory_ratio", "mamba_ssm_dtype",
+    "disable_radix_cache", "swa_full_tokens_ratio", "dtype", "dp_size", "ep_size",
+    "cpu_offload_gb", "enable_lora", "lora_paths", "page_size",
+    "speculative_dflash_recurrent_rollback", "speculative_dflash_extension", "disaggregation_mode",
+    "enable_hierarchical_cache", "disable_cuda_graph", "cuda_graph_bs_decode",
+    "cuda_graph_max_bs_decode", "speculative_dflash_draft_graphs", "prefill_attention_backend",
+    "decode_attention_backend",
+)  # fmt: skip
+# With them a command cannot be judged.
+_NOT_JUDGED = {
+    "help": "nothing is served with it",
+    "config": "flags of a file are not read here; give them themselves",
+}
+
+
+_PAIR = ("model_path", "speculative_draft_model_path")
 
 
 class Launch(NamedTuple):
@@ -74,63 +87,111 @@ class Launch(NamedTuple):
 
 def is_launch(words: Sequence[str]) -> bool:
     """Whether the target is given as a server takes it."""
-    return any(word.partition("=")[0] in TARGET for word in words)
+    return any(word.partition("=")[0] in ("--model-path", "--model") for word in words)
 
 
-def read(words: Sequence[str], own: Collection[str] = ()) -> Launch:
-    """Of a command, with or without the program in front of its flags.
+def without_own(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
+    """Divide words that are flags of `inspect` and of a server: those that only `inspect` has, with
+    their values, and the rest. A flag of both is a server's.
 
     Args:
-        own: flags of `inspect`, which stay as they are.
+        own: flags of `inspect`.
+    """
+    theirs = {flag for row in rows() for flag in row["flags"]}
+    divided: tuple[list[str], list[str]] = [], []
+    for run in _runs(words):
+        flag = run[0].partition("=")[0]
+        divided[flag not in own or flag in theirs].extend(run)
+    return divided
+
+
+def _runs(words: Sequence[str]) -> Iterator[list[str]]:
+    """Each flag with its values, and what stands before the first."""
+    run: list[str] = []
+    for word in words:
+        if run and re.match(r"-\D", word):
+            yield run
+            run = []
+        run.append(word)
+    if run:
+        yield run
+
+
+def read(command: Sequence[str]) -> Launch:
+    """A command, with or without the program in front of its flags.
 
     Raises:
-        ConfigError: it names no target, or is not for DFLASH.
+        ConfigError: a server would refuse its flags; it names no target, does not serve with
+            DFLASH, or cannot be judged.
     """
-    given = {flag: " ".join(values) for flag, values in flags_of(words)}
-    found, taken = Launch([], _builtin(given), []), dict[str, str]()
-    pair: dict[str, str] = {}
-    for flag, value in given.items():
-        typed = f"{flag} {value}".rstrip()
-        if flag in TARGET or flag in DRAFT:
-            pair["target" if flag in TARGET else "draft"] = value
-        elif flag == "--speculative-algorithm":
-            if value.upper() != "DFLASH":
-                raise ConfigError(flag, value, "inspect is about DFLASH")
-        elif flag == "--speculative-dflash-lookup":
-            found.words.extend(["--lookup"] if value == "on" else [])
-        elif flag == "--quantization" and value != "fp8":
-            found.not_reckoned.append(typed)
-        elif flag in _FLAGS:
-            value = _VALUES.get(value, value)
-            if value != "auto":
-                taken[_FLAGS[flag]] = value
-        elif flag in _NOT_RECKONED:
-            found.not_reckoned.append(typed)
-        elif flag in own:
-            found.words.extend([flag, value] if value else [flag])
-    if "target" not in pair:
-        raise ConfigError("server_flags", required=f"missing; {TARGET[0]} names the target")
-    figures = [word for both in taken.items() for word in both]
-    positional = [pair["target"], *([pair["draft"]] if "draft" in pair else [])]
-    return found._replace(words=[*positional, *figures, *found.words])
+    settings = settings_of(command)
+    for name, why in _NOT_JUDGED.items():
+        if name in settings:
+            raise ConfigError(COMMAND, required=f"--{name}: {why}")
+    if "model_path" not in settings:
+        raise ConfigError(COMMAND, required="missing; --model-path names the target")
+    _check_algorithm(settings.get("speculative_algorithm"))
+    if "speculative_draft_model_path" not in settings:
+        settings["speculative_draft_model_path"] = published_draft(settings["model_path"])
+    _check(Given(settings))
+    words = [settings[name] for name in _PAIR]
+    left_out = []
+    for name, value in settings.items():
+        if name in NOT_RECKONED or (name == "quantization" and value != "fp8"):
+            left_out.append(_typed(name, value))
+        elif name in FLAGS and value != "auto":
+            words += [FLAGS[name], str(_VALUES.get(value, value))]
+    if settings.get("speculative_dflash_lookup") == "on":
+        words.append("--lookup")
+    return Launch(words, _builtin(settings), left_out)
+
+
+def _check_algorithm(name: str | None) -> None:
+    """Raise ConfigError unless it is DFLASH."""
+    flag, algorithm = "--speculative-algorithm", "DFLASH"
+    if name is None:
+        required = f"missing; without {flag} {algorithm} a server decodes plainly"
+        raise ConfigError(flag, required=required)
+    if name.upper() != algorithm:
+        near = difflib.get_close_matches(name.upper(), [algorithm])
+        required = f"did you mean {algorithm}?" if near else f"inspect is about {algorithm}"
+        raise ConfigError(flag, name, required)
+
+
+def _check(settings: Given) -> None:
+    """Raise ConfigError for what a server refuses, and the arithmetic does not read."""
+    refuse_ray(settings)
+    refuse_trusted(settings)
+    asked_block(settings)
+    why_not = why_not_adaptive(settings, settings.device or "cuda")
+    if settings.speculative_dflash_width == "adaptive" and why_not is not None:
+        raise ConfigError(WIDTH_FLAG, "adaptive", why_not)
+
+
+def _typed(name: str, value: Any) -> str:
+    """A setting as a command line gives it."""
+    values = [] if value is True else value if isinstance(value, list) else [value]
+    return " ".join([f"--{name.replace('_', '-')}", *map(str, values)])
 
 
 def server_flags(settings: Mapping[str, Any]) -> list[str]:
     """The flags of a server for fields of `Options` and `Serving`. Those that only say what the
     machine is have none."""
-    spelling = {ours: server for server, ours in reversed(list(_FLAGS.items()))}
+    spelling = {ours: server for server, ours in reversed(list(FLAGS.items()))}
     words = list[str]()
     for name, value in settings.items():
-        flag = spelling.get({**OPTION_FLAGS, **SERVING_FLAGS}.get(name, ""))
+        setting = spelling.get({**OPTION_FLAGS, **SERVING_FLAGS}.get(name, ""))
         if name == "looks_up":
             words += ["--speculative-dflash-lookup", "on"]
-        elif flag is not None:
-            words += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+        elif setting is not None:
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            words += _typed(setting, text).split()
     return words
 
 
-def _builtin(given: Mapping[str, str]) -> str | None:
+def _builtin(settings: Mapping[str, Any]) -> str | None:
     """The setting with which SGLang's own worker serves; None without one."""
-    if given.get("--speculative-dflash-worker") == "builtin":
+    if settings.get("speculative_dflash_worker") == "builtin":
         return "--speculative-dflash-worker builtin"
-    return builtin_reason(Given(given), given.get("--speculative-draft-attention-backend"))
+    attention = settings.get("speculative_draft_attention_backend")
+    return builtin_reason(Given(settings), attention)

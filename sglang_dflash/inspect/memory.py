@@ -186,9 +186,9 @@ def _kv_memory(serving: Serving, target: int | None, draft: int | None, steps: i
     if target is None or draft is None:
         unknown = "target" if target is None else "draft"
         raise ConfigError(
-            "kv_memory_gib", None, f"required, because the size of the {unknown}'s weights is not "
-            "known",
-        )  # fmt: skip
+            "kv_memory_gib",
+            required=f"required, because the size of the {unknown}'s weights is not known",
+        )
     weights = target + draft
     usable = int(serving.memory_gib * serving.mem_fraction * GIB)
     left = usable - weights - steps

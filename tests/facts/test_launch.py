@@ -70,13 +70,24 @@ def test_help_and_a_file_of_flags_are_left_to_the_parser(what: str, words: list[
     [
         ["--model-path", TARGET, *DFLASH, "--speculative-draft-model-p", DRAFT],
         ["--model-path", TARGET, *DFLASH, f"--speculative-draft-mod={DRAFT}"],
-        ["--model-path=" + TARGET, "--speculative-algo", "EAGLE", *DFLASH],
+        ["--model-path=" + TARGET, *DFLASH, "--speculative-algo", "EAGLE"],
     ],
     ids=str,
 )
 def test_a_flag_in_short_is_not_missed(words: list[str]) -> None:
     """argparse takes the beginning of a flag for it."""
     launch.refuse_early(argv(*words))
+
+
+def test_nor_is_a_target_without_a_flag() -> None:
+    words = [DRAFT, "--model-type", "llm", *DFLASH, "--speculative-draft-model-path", TARGET]
+    with pytest.raises(SystemExit, match="this is a draft"):
+        launch.refuse_early(argv(*words, program=("/bin/sglang", "serve")))
+
+
+def test_flags_of_other_plugins_and_bad_values_are_left_to_the_parser() -> None:
+    launch.refuse_early(argv(*served(TARGET, DRAFT), "--flag-of-a-plugin", "1"))
+    launch.refuse_early(argv(*served("/nonesuch/model", DRAFT), "--tp-size", "two"))
 
 
 def test_a_used_port_is_left_to_the_parser() -> None:

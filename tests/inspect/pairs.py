@@ -33,7 +33,7 @@ def found_of(
 
 def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """The report that `sglang-dflash inspect` prints."""
-    assert cli.main(["inspect", *arguments, "--offline", "--json"]) == 0
+    assert cli.main(["inspect", "--offline", "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)
 
 

@@ -264,6 +264,8 @@ def test_what_is_not_known_is_asked_for() -> None:
         with pytest.raises(ConfigError) as refused:
             inspect(target, draft, Options(), serving)
         assert refused.value.field == field
+        # A value that was not given is not shown.
+        assert str(refused.value).startswith(f"{field}: required, because")
 
 
 # -- text ----------------------------------------------------------------------------------------

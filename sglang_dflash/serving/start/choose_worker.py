@@ -26,6 +26,7 @@ from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.origin import published_draft
 from sglang_dflash.facts.precision import other_precision
 from sglang_dflash.facts.published import check_target_folder
+from sglang_dflash.facts.refused import refuse_ray, refuse_trusted
 from sglang_dflash.facts.server import BUILTIN, labels
 from sglang_dflash.facts.target_classes import METHOD, TARGETS, unserved_class
 from sglang_dflash.facts.tensors import check_weights
@@ -44,7 +45,6 @@ from sglang_dflash.serving.start.draft_files import (
     check_as_sglang_reads_it,
     distrust,
     refuse_code,
-    refuse_trusted,
 )
 from sglang_dflash.serving.start.refusal import ends_the_server
 
@@ -73,9 +73,7 @@ def check_pair(server_args: Any) -> None:
         flags.warn_without_effect(server_args, "without --speculative-algorithm DFLASH")
         return
     try:
-        if settings.use_ray:
-            required = "leave it out: SGLang's Ray actors load no plugin, and so none of our checks"
-            raise ConfigError("--use-ray", True, required)
+        refuse_ray(settings)
         if settings.speculative_draft_model_path is None:
             _take_published_draft(server_args, settings.model_path)
         _check(server_args, settings)

@@ -53,21 +53,6 @@ def get_config(original: Any, model: Any, *args: Any, **named: Any) -> Any:
     return original(model, **{**named, "trust_remote_code": False, "model_config_parser": "hf"})
 
 
-def refuse_trusted(settings: Any) -> None:
-    """Raise ConfigError if --trust-remote-code is for the draft, too: if it is in the target's
-    repository, or the tokenizer is the draft's."""
-    if not settings.trust_remote_code:
-        return
-    draft = settings.speculative_draft_model_path
-    if checkpoint(settings.model_path) == checkpoint(draft):
-        required = "with --trust-remote-code, not the target's repository: give a folder of its own"
-        raise ConfigError("draft", draft, required)
-    tokenizer = settings.tokenizer_path
-    if tokenizer is not None and checkpoint(tokenizer) == checkpoint(draft):
-        required = "with --trust-remote-code, not the draft's: its code is never run"
-        raise ConfigError("--tokenizer-path", tokenizer, required)
-
-
 def refuse_code(folder: str) -> None:
     """Raise ConfigError if the draft's config.json names code for more than a model, or if SGLang
     would run a model's code: that of its config is not trusted (`get_config`).

@@ -13,10 +13,17 @@ import msgspec
 from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options, ResolvedOptions
 from sglang_dflash.drafting.width import AdaptiveWidth, WidthPolicy
 from sglang_dflash.facts.command_line import end_in_one_line, setting
-from sglang_dflash.facts.errors import ConfigError, shown
+from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.hub import check_path
 from sglang_dflash.facts.launch import check_port, listens
 from sglang_dflash.facts.log import Log
+from sglang_dflash.facts.refused import (
+    BLOCK_ALIAS,
+    BLOCK_FLAG,
+    WIDTH_FLAG,
+    asked_block,
+    why_not_adaptive,
+)
 from sglang_dflash.facts.unserved import IGNORED
 from sglang_dflash.seam.seam import is_loaded
 from sglang_dflash.serving import given_flags
@@ -25,9 +32,6 @@ from sglang_dflash.serving.start.refusal import use_one_line
 logger = Log(__name__)
 
 PREFIX = "speculative_dflash_"
-BLOCK_FLAG = "--speculative-num-draft-tokens"
-# SGLang's own, of another field.
-BLOCK_ALIAS = "--speculative-dflash-block-size"
 # The published commands' spelling -> SGLang 0.5.23's field.
 ALIASES = {
     "speculative_dflash_draft_window_size": "speculative_draft_window_size",
@@ -35,7 +39,6 @@ ALIASES = {
 }
 # The plugins with the repairs and with our flags, by their entry points.
 GUARDS, FLAGS = "dflash_repairs", "dflash"
-WIDTH_FLAG = "--speculative-dflash-width"
 ALGORITHM_FLAG = "--speculative-algorithm"
 
 
@@ -269,13 +272,8 @@ def warn_ignored(server_args: Any) -> None:
 def options(server_args: Any, resolved: Any) -> Options:
     """`Options` from SGLang's resolved fields and ours. Raises ConfigError."""
     ours = ServerFlags.of(server_args)
-    block, alias = resolved.speculative_num_draft_tokens, resolved.speculative_dflash_block_size
-    if alias is not None and block not in (None, alias):
-        raise ConfigError(
-            BLOCK_ALIAS, alias, f"but {BLOCK_FLAG} is {shown(block)}; give one of them"
-        )
     return Options(
-        verify_block=alias if block is None else block,
+        verify_block=asked_block(resolved),
         window=resolved.speculative_draft_window_size,
         sinks=resolved.speculative_draft_sink_size or 0,
         draft_kv_tokens=ours.draft_kv_tokens,
@@ -303,7 +301,10 @@ def width_policy(server_args: Any, settings: Any, options: ResolvedOptions) -> W
     Raises:
         ConfigError: `adaptive` is given with a setting that excludes it.
     """
-    kind, excluded = ServerFlags.of(server_args).width, _excluded(settings)
+    kind, excluded = (
+        ServerFlags.of(server_args).width,
+        why_not_adaptive(settings, _device(settings)),
+    )
     if kind == "adaptive" and excluded is not None:
         raise ConfigError(WIDTH_FLAG, kind, excluded)
     if kind == "auto":
@@ -315,32 +316,3 @@ def width_policy(server_args: Any, settings: Any, options: ResolvedOptions) -> W
 
 def _device(settings: Any) -> str:
     return settings.device or "cpu"
-
-
-def _excluded(settings: Any) -> str | None:
-    """Why the width cannot be adaptive with these settings, and what to give instead; or None."""
-    device = _device(settings)
-    if settings.enable_deterministic_inference:
-        return (
-            "depends on how long steps take, and --enable-deterministic-inference is given; give "
-            "fixed"
-        )
-    if device not in ("cpu", "cuda"):
-        return f"is served on CPUs and CUDA, not on {device!r}; give fixed"
-    if device == "cuda" and _verifies_with_flashinfer(settings):
-        return (
-            "verifies single tokens, and FlashInfer's kernel for recurrent layers is for more than "
-            "one; give --linear-attn-verify-backend triton"
-        )
-    if device == "cuda" and settings.enable_lora:
-        return (
-            "has CUDA graphs of several widths, and SGLang keeps the buffers of LoRA for one; give "
-            "fixed, or leave out --enable-lora"
-        )
-    return None
-
-
-def _verifies_with_flashinfer(settings: Any) -> bool:
-    """Whether recurrent layers would, by SGLang's rule (layers/attention/linear/utils.py)."""
-    decode = settings.linear_attn_decode_backend or settings.linear_attn_backend
-    return (settings.linear_attn_verify_backend or decode) == "flashinfer"
