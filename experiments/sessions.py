@@ -79,7 +79,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
 
 
 _BARS = {BUILTIN: "SGLang's DFLASH worker", OURS: "sglang-dflash", NONE: "without a draft"}
-_WIDTH, _BAR, _LEFT, _MOST = 720, 40, 220, 400
+_WIDTH, _BAR, _LEFT, _MOST = 720, 40, 250, 390
 _STYLE = """
 text { font-family: system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif;
   font-size: 17px; fill: #1f2328 }
