@@ -195,7 +195,7 @@ def test_requests_leave_no_memory_behind(config: ServerConfig, server: Server) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("config", [g.SIZED, g.SIZED_WINDOW], ids=str)
+@pytest.mark.parametrize("config", [g.SIZED, g.SIZED_WINDOW, g.HYBRID_SIZED], ids=str)
 def test_the_pools_are_as_large_as_inspect_says(config: ServerConfig, server: Server) -> None:
     """Of its launch command; and as much memory is left."""
     launch = ["--", "python", "-m", "sglang.launch_server", *map(str, config.args())]

@@ -133,6 +133,12 @@ HYBRID_PLAIN = (
 HYBRID_REPLAY = HYBRID_PLAIN.named("gpu-hybrid-replay").having(
     **drafting(HYBRID.draft), linear_attn_verify_backend="triton"
 )
+HYBRID_SIZED = on_gpu(
+    HYBRID_REPLAY.named("gpu-hybrid-sized").having(
+        max_total_tokens=None, max_mamba_cache_size=None
+    ),
+    gib=3,
+).with_env(**{TWINS: "1"})
 HYBRID_SNAPSHOT = HYBRID_REPLAY.named("gpu-hybrid-snapshot").having(
     speculative_dflash_recurrent_rollback="snapshot"
 )
