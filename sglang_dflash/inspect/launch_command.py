@@ -66,8 +66,6 @@ _NOT_JUDGED = {
     "help": "nothing is served with it",
     "config": "flags of a file are not read here; give them themselves",
 }
-
-
 _PAIR = ("model_path", "speculative_draft_model_path")
 
 
@@ -97,12 +95,12 @@ def without_own(words: Sequence[str], own: Collection[str]) -> tuple[list[str], 
     Args:
         own: flags of `inspect`.
     """
-    theirs = {flag for row in rows() for flag in row["flags"]}
-    divided: tuple[list[str], list[str]] = [], []
+    of_servers = {flag for row in rows() for flag in row["flags"]}
+    ours, theirs = list[str](), list[str]()
     for run in _runs(words):
         flag = run[0].partition("=")[0]
-        divided[flag not in own or flag in theirs].extend(run)
-    return divided
+        (ours if flag in own and flag not in of_servers else theirs).extend(run)
+    return ours, theirs
 
 
 def _runs(words: Sequence[str]) -> Iterator[list[str]]:
@@ -127,7 +125,7 @@ def read(command: Sequence[str]) -> Launch:
     settings = settings_of(command)
     for name, why in _NOT_JUDGED.items():
         if name in settings:
-            raise ConfigError(COMMAND, required=f"--{name}: {why}")
+            raise ConfigError(COMMAND, required=f"{_flag(name)}: {why}")
     if "model_path" not in settings:
         raise ConfigError(COMMAND, required="missing; --model-path names the target")
     _check_algorithm(settings.get("speculative_algorithm"))
@@ -171,7 +169,11 @@ def _check(settings: Given) -> None:
 def _typed(name: str, value: Any) -> str:
     """A setting as a command line gives it."""
     values = [] if value is True else value if isinstance(value, list) else [value]
-    return " ".join([f"--{name.replace('_', '-')}", *map(str, values)])
+    return " ".join([_flag(name), *map(str, values)])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def server_flags(settings: Mapping[str, Any]) -> list[str]:
@@ -184,8 +186,7 @@ def server_flags(settings: Mapping[str, Any]) -> list[str]:
         if name == "looks_up":
             words += ["--speculative-dflash-lookup", "on"]
         elif setting is not None:
-            text = f"{value:g}" if isinstance(value, float) else str(value)
-            words += _typed(setting, text).split()
+            words += [_flag(setting), f"{value:g}" if isinstance(value, float) else str(value)]
     return words
 
 
