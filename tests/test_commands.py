@@ -33,7 +33,7 @@ ELSEWHERE = {
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",
     "pip install -e .": "launch/setup.sh, which every test run begins with",
     "python tools/mutate.py": "tests/reliability/test_mutations.py",
-    "python -m tools.server_flags": "tests/facts/test_server_flags.py compares what it writes",
+    "python -m tools.server_flags": "tests/facts/test_server_flags.py",
     "python launch/train_draft.py": "tests/launch/test_train_draft.py",
     "python -m experiments lookup --recorded": "tests/experiments/test_recorded.py",
     "sglang-dflash demo-models smollm2": "needs the network: tests/bench/test_public_target.py",
