@@ -62,7 +62,10 @@ HARMLESS: dict[str, Change] = {
 }
 # What is lost, and the message.
 LOST: dict[str, tuple[Change, str]] = {
-    "packed fc": (renamed("fc.weight", "fc.weight_packed"), "fc.weight .*fc.weight_packed in the"),
+    "packed fc": (
+        renamed("fc.weight", "fc.weight_packed"),
+        "fc.weight of.*nothing reads fc.weight_packed of",
+    ),
     "one of three": (
         lambda t: t.pop(f"{Q}.weight"),
         "layers.1.self_attn.qkv_proj.weight of SGLang",
@@ -73,7 +76,7 @@ LOST: dict[str, tuple[Change, str]] = {
         renamed(
             "candidate_selector.successor_codebook", "candidate_selector.successor_codebook.weight"
         ),
-        "candidate_selector.successor_codebook of SGLang.*successor_codebook.weight in the draft",
+        "candidate_selector.successor_codebook of SGLang.*reads.*successor_codebook.weight of the draft",
     ),
 }
 

@@ -59,9 +59,7 @@ def _judge(unfilled: list[str], unread: list[str]) -> None:
     """Refuse or warn, see `load_weights`."""
     lost = [name for name in unfilled if not name.endswith(_OPTIONAL)]
     if lost:
-        beside = (
-            f"; {unread[0]}{and_more(unread)} in the draft are read by nothing" if unread else ""
-        )
+        beside = f"; nothing reads {unread[0]}{and_more(unread)} of the draft" if unread else ""
         required = f"no tensor of the draft fills it{and_more(lost)}{beside}"
         raise ConfigError(f"{lost[0]} of SGLang's draft model", required=required)
     if unread:
