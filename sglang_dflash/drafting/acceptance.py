@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class Accepted(NamedTuple):
-    """What a verify step commits.
+    """The tokens that a verify step commits.
 
     Attributes:
         lengths: int64 `[R]`, committed tokens, 1 to B: the accepted drafts and the bonus token.
-        tokens: int64 `[R, B]`, the committed ones first; the others have no meaning.
+        tokens: int64 `[R, B]`, the committed tokens first; the rest is undefined.
         bonus: int64 `[R]`, the last committed token.
     """
 

@@ -70,7 +70,7 @@ def _weight(module: str, way: Stored, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _packed(parts: Mapping[str, Tensor], declared: Declared) -> Tensor:
-    """Of integers that compressed-tensors has packed, and unpacks."""
+    """Unpack and dequantize integers that compressed-tensors has packed."""
     # It takes two seconds to load, and few drafts need it.
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme

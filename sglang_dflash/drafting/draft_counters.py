@@ -1,4 +1,4 @@
-"""What drafting counts on the device, and its copy on the host."""
+"""Counters of drafting on the device, and their copy on the host."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ from sglang_dflash.drafting.options import ResolvedOptions
 
 
 class Proposer(Protocol):
-    """What a serving loop asks of a drafter.
+    """The interface of a drafter that a serving loop calls.
 
     The caller owns the mapping from a request's positions to target slots (`RequestSlots`); a
-    drafter keeps nothing of a request.
+    drafter keeps no state of a request.
     """
 
     groups: Sequence[KVGroup]
@@ -71,10 +71,10 @@ class Proposer(Protocol):
         """
 
     def describe(self) -> Mapping[str, Any]:
-        """What /server_info shows of its set-up."""
+        """Return the settings that /server_info shows."""
 
     def report(self) -> Mapping[str, Any]:
-        """What /server_info shows of its counts."""
+        """Return the counts that /server_info shows."""
 
 
 class Drafter:

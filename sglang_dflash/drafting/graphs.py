@@ -40,7 +40,7 @@ class Recorder(Protocol):
 
 
 class Key(NamedTuple):
-    """What a recording is for: R requests, C table columns; 0 for a commit."""
+    """The shape that a recording is for: R requests, C table columns; 0 columns for a commit."""
 
     requests: int
     columns: int

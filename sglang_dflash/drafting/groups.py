@@ -20,10 +20,10 @@ from sglang_dflash.facts.draft_config import LayerGroup, Reach
 
 
 class Written(NamedTuple):
-    """What a group writes of the tokens that are absorbed.
+    """The part of the absorbed tokens that a group writes.
 
     Attributes:
-        tokens: int64 indices of them, in the order in which to write them; a slice for all.
+        tokens: int64 indices of the tokens, in the order in which to write them; a slice for all.
         quota: see `DraftKVCache.place`.
     """
 

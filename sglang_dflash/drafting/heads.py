@@ -48,14 +48,14 @@ class DraftHead(Protocol):
 
 @dataclass(frozen=True)
 class TargetHead:
-    """What the drafter borrows of the target, or has in place of it.
+    """The embedding and lm_head that drafts use: the target's, or the draft's own.
 
     Attributes:
         embed: ids int64 `[N]` -> embeddings `[N, E]`.
         logits: hidden states `[N, E]` -> `[N, V / ranks]`, this rank's part of the vocabulary.
-        first_id: the number of their first column.
-        token_ids: int64 `[V]`, ascending, the token of each column of all ranks; None if its number
-            is the token.
+        first_id: the number of this rank's first column.
+        token_ids: int64 `[V]`, ascending, the token of each column of all ranks; None if a column's
+            number is its token.
     """
 
     embed: Callable[[Tensor], Tensor]

@@ -1,7 +1,7 @@
-"""What a request has already seen: where its newest tokens stood before, and what followed.
+"""Lookup drafts: search a request's text for its newest tokens, and draft what followed them.
 
-The tokens of every running request stand in a table on the device. What followed is a draft that
-costs no forward. `draft_source.py` chooses between it and the draft model's.
+The tokens of every running request are in a table on the device. The tokens that followed are a
+draft that needs no forward. `draft_source.py` chooses between it and the draft model's.
 
 Letters in shapes: R requests, C positions of the longest request.
 """

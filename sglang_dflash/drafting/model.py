@@ -189,7 +189,7 @@ class DraftModel(nn.Module):
         return (len(self.layers), 2, self._each_layer()[0].kv_heads, self.config.head_dim)
 
     def context_features(self, target_hidden: Tensor) -> Tensor:
-        """What all layers' context K and V are projected from.
+        """Return the features from which all layers project the context's K and V.
 
         Args:
             target_hidden: `[..., N, F * E]`, outputs of the config's `target_layer_ids`, joined.

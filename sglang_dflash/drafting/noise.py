@@ -27,8 +27,8 @@ _LOW32 = 0xFFFFFFFF
 
 
 class LogitScale(NamedTuple):
-    """What the draft's logits are, by those of the lm_head: a product, then a soft cap. Their order
-    stays, so that it matters to sampled drafts only."""
+    """The draft's logits from those of its lm_head: `softcap(multiplier * logits)`. Both keep the
+    order of the logits, so they change sampled drafts only."""
 
     multiplier: float = 1.0
     softcap: float | None = None
@@ -63,8 +63,8 @@ class BlockNoise(NamedTuple):
     def scores(
         self, logits: Tensor, ids: Tensor, first: int = 1, scale: LogitScale = PLAIN
     ) -> Tensor:
-        """What coupled drafts are the argmax of: scaled logits / temperature + noise, and the
-        logits of a greedy request as they are.
+        """Return the scores that coupled drafts are the argmax of: scaled logits / temperature +
+        noise, or the plain logits for a greedy request.
 
         Args:
             logits: `[R, P, K]`, of P drafts in a row.

@@ -29,10 +29,10 @@ CHUNK = 64
 
 
 class TorchOps:
-    """What a step of the drafter computes between its matrix products and its attention. On any
+    """The operations of a drafter's step between its matrix products and its attention. On any
     device, with gradients.
 
-    A class that replaces them may overwrite inputs of floats unless stated otherwise.
+    A subclass may overwrite floating-point inputs unless stated otherwise.
     """
 
     def slot_table(self, requests: RequestSlots, reach: Reach, tags: Tags | None) -> Tensor:
@@ -53,7 +53,7 @@ class TorchOps:
         return ids, seq_lens[:, None] + torch.arange(block, device=bonus.device)
 
     def rotation(self, rotary: Rotary, positions: Tensor, dtype: torch.dtype) -> Any:
-        """What `qk_norm_rope` needs of int64 positions `[..., N]`, once for all layers."""
+        """Return what `qk_norm_rope` needs of int64 positions `[..., N]`, once for all layers."""
         return rotary.cos_sin(positions, dtype)
 
     def add_rms_norm(
@@ -84,8 +84,8 @@ class TorchOps:
     def qk_norm_rope(
         self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Any, heads: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of `qkv` `[..., N, (H + 2 G) D]`: q `[..., N, H, D]` and k `[..., N, G, D]`, both with
-        RMSNorm by weights `[D]` and RoPE, and v `[..., N, G, D]`."""
+        """Split `qkv` `[..., N, (H + 2 G) D]` into q `[..., N, H, D]` and k `[..., N, G, D]`, both
+        with RMSNorm by weights `[D]` and RoPE, and v `[..., N, G, D]`."""
         shape = q_weight.shape
         per_head = qkv.unflatten(-1, (-1, *shape))
         kv_heads = (per_head.shape[-2] - heads) // 2

@@ -1,4 +1,4 @@
-"""How the drafter is asked to run (`Options`), and what that comes to for one draft checkpoint
+"""The drafter's options as given (`Options`), and resolved for one draft checkpoint
 (`ResolvedOptions`). No torch here: flags and pre-flight read it."""
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class ResolvedOptions:
         return tuple(sorted(width for width in widths if width <= self.verify_block))
 
     def check_room(self, kv_tokens: int | None) -> None:
-        """Whether requests can be decoded.
+        """Check that requests can be decoded.
 
-        A verify step reserves two blocks ahead for each request where the pool has them. Two
-        requests at a time must find room for that.
+        A verify step reserves two blocks ahead for each request where the pool has them. The pool
+        must have room for two requests at a time.
 
         Args:
             kv_tokens: of the target's KV pool; None if unknown.
@@ -121,7 +121,7 @@ class ResolvedOptions:
     def warnings(
         self, config: DraftConfig, names: Mapping[str, str], is_fixed: bool = False
     ) -> list[Notice]:
-        """What outputs survive and acceptance may not.
+        """Return notices about settings with which outputs stay exact and acceptance may fall.
 
         Args:
             names: setting -> what the user types for it.
@@ -175,7 +175,7 @@ class ResolvedOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The drafter's options as given.
 
     Attributes:
         verify_block: tokens verified per step, the bonus token included; None for the checkpoint's.
@@ -273,7 +273,7 @@ class Options:
 
 
 def _of_checkpoint(config: DraftConfig) -> list[Notice]:
-    """What outputs survive and acceptance may not, whatever was asked for."""
+    """Return notices about the checkpoint itself: outputs stay exact, acceptance may fall."""
     found = []
     if not config.names_target_layers:
         ids = list(config.target_layer_ids)

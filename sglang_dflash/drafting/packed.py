@@ -76,7 +76,7 @@ class Float16:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16 products, which torch uses."""
+    """Return whether this CPU has instructions for bfloat16 products, and torch uses them."""
     mkldnn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return bool(mkldnn and (torch.cpu._is_avx512_bf16_supported() or has_amx()))
 
@@ -86,7 +86,7 @@ def has_amx() -> bool:
 
 
 def packs_float16() -> bool:
-    """Whether torch has FBGEMM here."""
+    """Return whether this build of torch has FBGEMM."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 

@@ -68,8 +68,8 @@ def argmax_of_shards(logits: Tensor, first_id: int, tp: TensorParallel) -> Tenso
 
 
 def largest_of_ranks(value: Tensor, ids: Tensor, tp: TensorParallel) -> Tensor:
-    """Of every rank's largest values `[N]` and their ids int64 `[N]`, the ids of the largest ones,
-    as `argmax_of_shards` returns them."""
+    """Return the ids of the largest values over all ranks, as `argmax_of_shards` does, from this
+    rank's largest values `[N]` and their ids int64 `[N]`."""
     if tp.size == 1:
         return torch.where(value.isfinite(), ids, -1)
     # Ids below 2 ** 24 are exact in float32, so one gather carries values and ids.

@@ -1,9 +1,9 @@
-"""Which tokens are drafted for a sampled request: by position, the draft's likeliest one or the
-coupled one (`noise.py`).
+"""Choice of the tokens drafted for a sampled request: at each position, the draft's likeliest token
+or the coupled one (`noise.py`).
 
 Coupling guesses more where the draft's distribution resembles the target's, and fewer where it is
-flat. What either rule would have guessed is known for every position that a step reached, so the
-better one is found without trying the other.
+flat. The guesses of both rules are known for every position that a step reached, so the better
+rule is found without trying the other.
 
 Letters in shapes: R requests; B block positions; W positions of a step, up to B.
 """
@@ -23,7 +23,7 @@ DECAY = 0.995
 
 
 class Guesses(NamedTuple):
-    """What both rules draft in one step.
+    """The drafts of both rules in one step.
 
     Attributes:
         by_rule: int64 `[2, R, B]`.
@@ -50,8 +50,8 @@ class SampledDrafts:
         return self._hits[COUPLED] >= self._hits[LIKELIEST]
 
     def choose(self, drafted: Tensor, noise: BlockNoise | None) -> tuple[Tensor, Guesses | None]:
-        """Of what a `Proposer` returned, the block int64 `[R, B]`, and what `learn` is to be told;
-        None if there was no choice."""
+        """Return the block int64 `[R, B]` chosen from what a `Proposer` returned, and the guesses
+        to hand to `learn`; None if there was no choice."""
         if noise is None or drafted.dim() == 2:
             return drafted, None
         guesses = Guesses(drafted, noise.temperatures > 0)

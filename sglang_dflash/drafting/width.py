@@ -1,13 +1,13 @@
-"""How many tokens of a block the target verifies: the whole block, or as many as pay off.
+"""The number of tokens of a block that the target verifies: the whole block, or as many as pay off.
 
 A step of width w gives each request 1 to w tokens. It costs what a target forward over w tokens per
 request costs, and a draft forward if w > 1. Width 1 is plain decoding.
 
 `AdaptiveWidth` takes the width with the most expected tokens per second. Tokens come from how often
 drafts survived in earlier steps (`Survival`), seconds from the medians of measured steps
-(`StepSeconds`). What is not used is not known for long, so another width is tried for one step now
-and then: the seldomer, the more a try loses and the longer none has changed anything. No state is
-kept per request, and no step waits for the device.
+(`StepSeconds`). Measurements of unused widths grow old, so another width is tried for one step now
+and then: less often the more a try costs, and the longer no try has changed the choice. No state
+is kept per request, and no step waits for the device.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _average(survival: list[float], survived: Sequence[float], weight: float) ->
 
 
 class Place(NamedTuple):
-    """Where steps cost the same: up to 1, 2, 4, 8, ... requests, and less than 2,048, 8,192,
-    32,768, ... tokens in the longest context."""
+    """A bucket of steps of comparable time: up to 1, 2, 4, 8, ... requests, and less than 2,048,
+    8,192, 32,768, ... tokens in the longest context."""
 
     requests: int
     context: int

@@ -50,17 +50,17 @@ class DraftAttention(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a backend is made for, beside the draft.
+    """The sizes and options that an attention backend is made for, beside the draft's config.
 
     Attributes:
-        draft_block: B.
-        device: where the cache is.
-        layers: that it is for, and how they attend.
-        tp: the rank, which holds a part of the heads.
-        requests: most requests of a batch.
-        columns: columns of the widest table.
+        draft_block: B, tokens of a draft block.
+        device: of the cache.
+        layers: the layers that it serves, and how each attends.
+        tp: this rank, which holds a part of the heads.
+        requests: largest number of requests in a batch.
+        columns: of the widest table.
         scratch: the cache's first scratch entry, if the backend needs them.
-        holes: whether K/V of a token in sight may be dead, as in a bounded cache.
+        holes: whether the K/V of a visible token may be missing, as in a bounded cache.
     """
 
     draft_block: int

@@ -16,12 +16,12 @@ PIECE = 1 << 16
 
 
 class RequestSlots(NamedTuple):
-    """Where the committed tokens of R requests lie in the target's KV pool.
+    """The slots of the committed tokens of R requests in the target's KV pool.
 
     Attributes:
         req_to_token: int32 `[rows, positions]`, the target slots of each row's positions, with unit
-            stride over positions. What it holds past a request's tokens is not used.
-        rows: int64 `[R]`, the requests' rows of it.
+            stride over positions. Values past a request's tokens are not used.
+        rows: int64 `[R]`, the requests' rows of `req_to_token`.
         seq_lens: int64 `[R]`, committed tokens: the position of the block's first token.
         longest: a bound on `seq_lens` that is known on the host.
     """
@@ -37,11 +37,11 @@ class RequestSlots(NamedTuple):
 
 
 class ContextTable(NamedTuple):
-    """What the block of each request reads of the draft KV cache. Column c stands for the position
-    that `context_positions` gives it.
+    """The entries of the draft KV cache that the block of each request reads. Column c stands for
+    the position that `context_positions` gives it.
 
     Attributes:
-        entries: int32 `[R, C]`, entry numbers; -1 if there is no such token or its K/V is dead.
+        entries: int32 `[R, C]`, entry numbers; -1 if there is no such token or its K/V is missing.
         seq_lens: int64 `[R]`, committed tokens.
     """
 

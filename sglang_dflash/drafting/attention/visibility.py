@@ -1,5 +1,6 @@
-"""How a window is applied: what the positions of a block see, of the context and of the block.
-`dflash_kernels.slot_table` and `dflash_kernels.block_attention` do the same inside of kernels."""
+"""Rules of a window: the context and block positions that each position of a block sees.
+`dflash_kernels.slot_table` and `dflash_kernels.block_attention` apply the same rules inside of
+kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from sglang_dflash.facts.draft_config import LayerAttention, Reach
 
 
 def context_positions(seq_lens: Tensor, width: int, reach: Reach, first: int = 0) -> Tensor:
-    """Which committed positions the block of each request reads.
+    """Return the committed positions that the block of each request reads.
 
     Args:
         seq_lens: int64 `[R]`, committed tokens.
@@ -28,7 +29,7 @@ def context_positions(seq_lens: Tensor, width: int, reach: Reach, first: int = 0
 
 
 def ever_visible(positions: Tensor, lengths: Tensor, reach: Reach) -> Tensor:
-    """Whether any block of a request can see a token of its prompt.
+    """Return whether any block of a request can see a token of its prompt.
 
     Args:
         positions: int64 `[N]`.

@@ -17,11 +17,11 @@ from torch import Tensor
 
 
 class Tags(NamedTuple):
-    """Which entries live: those that `entry_of` and `owner` agree on.
+    """Tags of a bounded cache's entries. An entry is live if `entry_of` and `owner` agree on it.
 
     Attributes:
-        entry_of: int32 `[target slots]`.
-        owner: int32 `[entries + 1]`, target slots.
+        entry_of: int32 `[target slots]`, the entry of each slot.
+        owner: int32 `[entries + 1]`, the target slot of each entry.
         in_use: bool `[entries + 1]`, the entries to be overwritten last.
     """
 
@@ -68,7 +68,7 @@ class DraftKVCache:
 
     @property
     def has_holes(self) -> bool:
-        """Whether entries of committed tokens may be missing."""
+        """True if entries of committed tokens may be missing."""
         return self.tags is not None
 
     def place(
@@ -100,14 +100,14 @@ class DraftKVCache:
             self.tags.entry_of.index_fill_(0, target_slots, self.num_entries)
 
     def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
-        """Which prompt tokens to project, in the order in which to write them.
+        """Return the prompt tokens to project, in the order in which to write them.
 
         Args:
             visible: bool `[N]` on the host, whether a draft of this request can ever see the token.
-            age: int64 `[N]` on the host, tokens between it and its request's newest one here.
+            age: int64 `[N]` on the host, tokens between it and its request's newest in the batch.
 
         Returns:
-            Indices int64 `[M]` on the host; a slice if all are written where they are.
+            Indices int64 `[M]` on the host; a slice if all are written in place.
         """
         return slice(None)
 

@@ -50,7 +50,7 @@ class RecurrentLayers:
 
 
 class VerifyInputs(NamedTuple):
-    """What verification kept of up to R blocks. Any strides.
+    """Tensors that verification saved for up to R blocks. Any strides.
 
     Attributes:
         window: `[L, R, C, W - 1]`, the convolution's last inputs before the block.
@@ -65,7 +65,8 @@ class VerifyInputs(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """How N of the blocks move states of all layers. Rows with a negative target are skipped.
+    """Moves of the recurrent states of N blocks, in all layers. Rows with a negative target are
+    skipped.
 
     Attributes:
         rows: int64 `[N]`, the blocks.
