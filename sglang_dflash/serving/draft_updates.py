@@ -9,7 +9,7 @@ from sglang_dflash.seam.restored import restored
 
 
 async def is_for_draft(manager: Any, folder: str) -> bool:
-    """Whether the folder holds a draft, and our worker serves, which checks and loads it."""
+    """Return whether the folder holds a draft and our worker serves, which checks and loads it."""
     if not is_draft(folder) or manager.server_args.speculative_draft_model_path is None:
         return False
     return all("dflash" in state for state in await manager.get_internal_state())

@@ -15,5 +15,5 @@ def given(server_args: Any) -> dict[str, Any]:
 
 
 def guard_off(server_args: Any) -> bool:
-    """Whether --speculative-dflash-request-guard is off."""
+    """Return whether --speculative-dflash-request-guard is off."""
     return given(server_args).get(REQUEST_GUARD) == "off"

@@ -16,12 +16,12 @@ from sglang_dflash.facts.draft_config import Reach
 
 
 class DraftKVPages:
-    """What SGLang takes for a draft's KV pool. It has no layers that lie like the target's:
+    """The draft's KV pool as SGLang sees it. Its layers do not lie like the target's:
     `add_draft_kv` registers the caches.
 
     Attributes:
-        groups: with an entry per target slot each.
-        received_bytes: of draft K/V, in the pages that prefill servers were asked for.
+        groups: of draft layers, with caches of an entry per target slot.
+        received_bytes: bytes of draft K/V in the pages requested from prefill servers.
     """
 
     layer_num = 1
@@ -34,14 +34,14 @@ class DraftKVPages:
         return [], [], []
 
     def keep_visible(self, states: list[Any] | None, page_size: int) -> int:
-        """Of the pages of a prompt, leave each cache those that its layers can see.
+        """Leave each cache only the pages of a prompt that its layers can see.
 
         Args:
             states: pages of every state that goes with the prompt, the caches' last; None if they
                 go with a later part of it.
 
         Returns:
-            Bytes of these pages.
+            Bytes of the pages that are left.
         """
         if states is None:
             return 0
@@ -53,7 +53,7 @@ class DraftKVPages:
 
 
 def visible_pages(pages: list[int], reach: Reach, page_size: int) -> list[int]:
-    """Of a prompt's pages, those that hold its first and last tokens within that reach."""
+    """Return the pages of a prompt that hold its first and last tokens within that reach."""
     if reach.tokens is None:
         return pages
     # The last tokens may begin at the end of a page.

@@ -194,8 +194,8 @@ class HostTier:
         self.loaded_draft += max(map(len, chosen), default=0)
 
     def _chosen(self, group: KVGroup, live: Tensor) -> Tensor:
-        """Which tokens of a prefix to load, int64, of those that the host has, bool `[N]`: of each
-        part of the prefix that went to it, the last ones may be there."""
+        """Return the tokens of a prefix to load, int64, of those that the host has, bool `[N]`. Of
+        each part of the prefix that was copied to the host, only the last tokens may be there."""
         tokens, quota = live.nonzero()[:, 0], self._quota(group)
         if quota is None or len(tokens) <= quota:
             return tokens
@@ -222,7 +222,7 @@ def _keep(kept: Kept, at: Tensor, rows: Tensor, live: Tensor) -> None:
 
 
 def _last(group: KVGroup) -> slice:
-    """Of a prefix's tokens, those that a draft after it can see."""
+    """Return the slice of a prefix's tokens that a draft after it can see."""
     tokens, sinks = group.reach.tokens, group.reach.sinks
     return slice(None) if tokens is None or sinks else slice(-tokens, None)
 

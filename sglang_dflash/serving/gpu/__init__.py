@@ -1,1 +1,1 @@
-"""What the drafter computes with on a GPU: operations, attention backends, CUDA graphs."""
+"""The drafter's operations, attention backends and CUDA graphs on a GPU."""

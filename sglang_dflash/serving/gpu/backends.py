@@ -1,4 +1,4 @@
-"""Which operations and which attention the drafter computes with, by device and by flag."""
+"""Choice of the drafter's operations and attention backend, by device and by flag."""
 
 from __future__ import annotations
 

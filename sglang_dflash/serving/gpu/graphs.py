@@ -137,7 +137,8 @@ def graphed(
 
 
 def target_has_graphs(device: torch.device) -> bool:
-    """Whether SGLang captures the target's decode steps: CUDA, without --disable-cuda-graph."""
+    """Return whether SGLang captures the target's decode steps: CUDA, without
+    --disable-cuda-graph."""
     if device.type != "cuda":
         return False
     from sglang.srt.model_executor.cuda_graph_config import Backend

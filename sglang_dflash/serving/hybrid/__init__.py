@@ -1,1 +1,1 @@
-"""How recurrent states of the target follow an accepted prefix."""
+"""Rollback of the target's recurrent states to an accepted prefix."""

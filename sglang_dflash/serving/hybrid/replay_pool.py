@@ -13,8 +13,9 @@ from torch import Tensor
 
 
 class Recording:
-    """What a verify forward leaves for replay: gate inputs and the convolution's window before the
-    block, of every layer and request. The convolution's inputs are in SGLang's own windows.
+    """Tensors that a verify forward saves for replay: gate inputs and the convolution's window
+    before the block, of every layer and request. The convolution's inputs are in SGLang's own
+    windows.
 
     Attributes:
         layers: layer index in the pool -> SGLang's layer.

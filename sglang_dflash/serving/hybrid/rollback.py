@@ -1,8 +1,8 @@
-"""How the target's recurrent state follows a partly accepted block: snapshots or replay.
+"""Rollback of the target's recurrent state to a partly accepted block: snapshots or replay.
 
-Verification must leave a recurrent state as it is, because only a prefix of the block stays.
+Verification must not change a recurrent state, because only a prefix of the block is kept.
 *Snapshots* (SGLang's way) keep the state after every block position and copy the accepted one.
-*Replay* keeps only the layers' inputs, a hundredth of the size, and folds the accepted ones into
+*Replay* keeps only the layers' inputs, a hundredth of the size, and applies the accepted ones to
 the state afterwards.
 """
 
@@ -46,8 +46,8 @@ class Checkpoints(NamedTuple):
 
 
 class Rollback:
-    """How the target's recurrent state follows an accepted prefix. SGLang's own way: its pool holds
-    the state after every block position."""
+    """Rollback of the target's recurrent state to an accepted prefix. This class is SGLang's own
+    way: its pool holds the state after every block position."""
 
     name = "snapshot"
 

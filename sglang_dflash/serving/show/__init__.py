@@ -1,1 +1,1 @@
-"""What is counted, warned of and shown."""
+"""Counters, warnings and reports."""

@@ -1,4 +1,4 @@
-"""What is counted of decode steps, and the warnings that follow from it, each logged once."""
+"""Counters of decode steps, and the warnings that follow from them, each logged once."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = Log(__name__)
 
 
 class RequestStep(NamedTuple):
-    """What one request got from one decode step. See `drafting/acceptance_length.py`.
+    """Tokens that one request got from one decode step. See `drafting/acceptance_length.py`.
 
     Attributes:
         drafts: drafted tokens of the request that the step verified; 0 if it takes one token per
             step.
         accepted: drafts that the request keeps.
-        tokens: all tokens that it keeps, the bonus token included.
+        tokens: all tokens that the request keeps, the bonus token included.
     """
 
     drafts: int
@@ -152,5 +152,5 @@ class DraftWatch:
 
     @property
     def recent_acceptance_length(self) -> float | None:
-        """Of the verify steps that were judged last, rounded; None before."""
+        """Acceptance length of the verify steps judged last, rounded; None before."""
         return None if self.alarm.recent is None else round(self.alarm.recent, 4)

@@ -238,17 +238,18 @@ class Figures:
 
     @property
     def draft_kv_entries(self) -> int:
-        """Of the smallest cache."""
+        """Entries of the smallest draft KV cache."""
         return min(cache.num_entries for cache in self.caches)
 
     @property
     def draft_counts(self) -> DraftCounts:
-        """What drafting counted on the device, until the last step or shortly before."""
+        """Counts of drafting on the device, up to the last step or shortly before."""
         return self.drafter.counters.read()
 
     @property
     def context_share(self) -> float | None:
-        """Of the context that drafts were to see, what they found; None if it is not bounded."""
+        """Share of the context to be seen by drafts whose K/V was in the cache; None if the context
+        is not bounded."""
         share = self.draft_counts.context_share
         return None if share is None else round(share, 4)
 

@@ -1,4 +1,4 @@
-"""Where the time of decode steps goes, by the host's clock."""
+"""Time of decode steps by part, by the host's clock."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class StepTimes:
         return round(1e3 * whole, 3)
 
     def shares(self) -> dict[str, float]:
-        """Of `step_milliseconds`, by part; "host" is the rest. Empty without a step."""
+        """Return each part's share of `step_milliseconds`; "host" is the rest. Empty without a
+        step."""
         whole = self.step_milliseconds
         if not whole:
             return {}

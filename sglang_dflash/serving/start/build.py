@@ -53,7 +53,7 @@ logger = Log(__name__)
 
 
 class DFlashSpecWorker(BaseSpecWorker):
-    """What SGLang constructs and calls. Once built, each step goes to `dflash`.
+    """The worker class that SGLang constructs and calls. Once built, each step goes to `dflash`.
 
     Attributes:
         dflash: the worker.
@@ -234,7 +234,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         return self.dflash.target_tokens.penalties
 
     def report(self) -> dict[str, Any]:
-        """What /server_info shows."""
+        """Return the figures that /server_info shows."""
         return self.dflash.figures.report()
 
     def clear_cache_pool(self) -> None:
@@ -271,9 +271,9 @@ def metric_labels() -> dict[str, Any] | None:
 
 
 def one_pass(ops: TorchOps, sampler: Any) -> Largest | None:
-    """What samples whole distributions in place of SGLang's sampler, or None: a kernel, but not
-    under deterministic inference, which promises the tokens of SGLang alone, nor in place of a
-    sampler of the operator's own (`register_sampler_backend`)."""
+    """Return our sampling kernel for whole distributions; None for SGLang's sampler: on CPUs, under
+    deterministic inference, which promises the tokens of SGLang alone, and with a sampler of the
+    operator's own (`register_sampler_backend`)."""
     if type(ops) is TorchOps or type(sampler) is not Sampler or sampler.enable_deterministic:
         return None
     return ops.largest

@@ -1,5 +1,5 @@
-"""What SGLang's own worker reads of a draft's weights: it skips tensors that it has no use for, and
-serves parameters that no tensor has filled, in silence."""
+"""Check of the draft weights that SGLang's own worker reads: without a message, it skips tensors
+that it has no use for, and serves parameters that no tensor has filled."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def _judge(unfilled: list[str], unread: list[str]) -> None:
 
 
 def _is_whole(name: str, shards: set[Any]) -> bool:
-    """Whether a parameter has been filled: by one tensor, or by all that it joins."""
+    """Return whether a parameter has been filled: by one tensor, or by all tensors that it
+    joins."""
     module = name.split(".")[-2] if "." in name else ""
     return bool(shards) and (None in shards or _JOINED.get(module, set()) <= shards)
 

@@ -1,5 +1,5 @@
-"""Which worker serves a pair: ours, or SGLang's built-in one if ours cannot. What neither can serve
-is refused at start-up."""
+"""Choice of the worker for a pair: ours, or SGLang's built-in one if ours cannot serve it. A pair
+that neither can serve is refused at start-up."""
 
 from __future__ import annotations
 
@@ -185,7 +185,8 @@ def _check_recurrent_target(settings: Any) -> None:
 
 
 def dummy_weights(settings: Any) -> bool:
-    """Whether --load-format, or that of the draft, asks for random weights: no file is read."""
+    """Return whether --load-format, or that of the draft, asks for random weights: no file is
+    read."""
     return (settings.speculative_draft_load_format or settings.load_format) == "dummy"
 
 
@@ -218,8 +219,8 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
 
 
 def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
-    """What SGLang calls as the worker's class. By now all plugins have run, and the target is
-    loaded and can be examined."""
+    """Build the worker, called by SGLang as the worker's class. By now all plugins have run, and
+    the target is loaded and can be examined."""
     # The launching process, which checks the pair, does not need what serves it.
     from sglang_dflash.serving.start.build import DFlashSpecWorker
     from sglang_dflash.serving.start.target_head import unserved_target

@@ -78,7 +78,7 @@ def refuse_code(folder: str) -> None:
 
 
 def _has_class(architectures: Any) -> bool:
-    """Whether SGLang serves one of the architectures with a class of its own."""
+    """Return whether SGLang serves one of the architectures with a class of its own."""
     if architectures == ["DFlashDraftModel"]:
         return True
     if not isinstance(architectures, list):

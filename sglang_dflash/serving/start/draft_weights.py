@@ -145,7 +145,7 @@ class DraftWeights:
         return next((result for result in results if not result[0]), own)
 
     def _have_the_same(self, tensors: dict[str, Tensor]) -> bool:
-        """Whether every rank has tensors of these names."""
+        """Return whether every rank has tensors of these names."""
         names = sorted(tensors)
         return all(others == names for others in self.gathered(names))
 
@@ -284,8 +284,8 @@ def split(named: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 
 def _has_marked(named: Any) -> bool:
-    """Whether a tensor is the draft's; False for what cannot be read, which the target's updater
-    judges if no rank has any."""
+    """Return whether a tensor is the draft's; False for an unreadable value, which the target's
+    updater judges if no rank has a draft tensor."""
     try:
         names = (
             [entry.name for entry in named["metadata"]]

@@ -283,7 +283,8 @@ def options(server_args: Any, resolved: Any) -> Options:
 
 
 def names(server_args: Any) -> dict[str, str]:
-    """What the user typed, or would type, for each setting that an error may name."""
+    """Return the flag that the user typed, or would type, for each setting that an error may
+    name."""
     block = server_args.speculative_num_draft_tokens
     is_alias = block is None and server_args.speculative_dflash_block_size is not None
     return {**TYPED, "verify_block": BLOCK_ALIAS if is_alias else BLOCK_FLAG}

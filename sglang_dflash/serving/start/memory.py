@@ -59,16 +59,16 @@ logger = Log(__name__)
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What our worker needs beside the target's pools.
+    """Memory that our worker needs beside the target's pools.
 
     Attributes:
-        draft_kv: of each group of draft layers, for so many running requests.
-        running: requests that the pools let run, for which rings are; --max-running-requests
-            before the sizing.
+        draft_kv: running requests -> the K/V sizes of each group of draft layers.
+        running: requests that the pools let run, which have rings; --max-running-requests before
+            the sizing.
         replay: whether recurrent layers roll back by replay, so that no snapshots are kept.
-        needed: of the drafter, beside weights and K/V.
-        recorded: whether its steps are recorded.
-        charge: what draft K/V takes beside the pool; None before the sizing.
+        needed: the drafter's memory beside weights and K/V.
+        recorded: whether the drafter's steps are recorded as CUDA graphs.
+        charge: memory that draft K/V takes beside the pool; None before the sizing.
     """
 
     draft_kv: Callable[[int], tuple[GroupKV, ...]]
@@ -89,7 +89,7 @@ class PlannedDraft(SpecAuxHiddenStateConfig):
 
 
 def plan_memory(plan: Plan, model_config: Any) -> MemoryPlan:
-    """What a server's sizing is to know and to leave free. One log line.
+    """Compute the memory that a server's sizing is to leave free. Logs one line.
 
     Args:
         model_config: SGLang's, of the target.
@@ -276,7 +276,8 @@ def size_state_pool(original: Any, configurator: Any, total_rest_gb: float) -> f
 
 
 def _splits_by_default(configurator: Any) -> bool:
-    """Whether SGLang would split the memory by a ratio that neither a flag nor the model gives."""
+    """Return whether SGLang would split the memory by a ratio that neither a flag nor the model
+    gives."""
     asked, schedule = getattr(configurator.server_args, "_raw_input", None) or {}, get_schedule()
     return (
         all(asked.get(name) is None for name in ("max_mamba_cache_size", "mamba_full_memory_ratio"))
@@ -317,13 +318,13 @@ def _choose_states(configurator: Any, plan: MemoryPlan, memory: int) -> None:
 
 
 def _state_bytes(configurator: Any) -> int:
-    """Of a recurrent state, as SGLang charges it."""
+    """Return the bytes of a recurrent state, as SGLang charges it."""
     params = configurator.mambaish_config.mamba2_cache_params
     return int(params.mamba_cache_per_req) + int(configurator.extra_mamba_cache_bytes_per_req)
 
 
 def _replay_bytes(configurator: Any) -> int:
-    """Of all running requests, and of SGLang's row for padding."""
+    """Return the replay bytes of all running requests and of SGLang's row for padding."""
     params = configurator.mambaish_config.mamba2_cache_params
     rows = get_schedule().max_running_requests // configurator.attn_dp_size + 1
     shape = RecurrentShape(len(params.layers), *params.shape.conv[0], *params.shape.temporal)

@@ -1,4 +1,4 @@
-"""What a server's drafter is made of, in one value: it gives the bytes to the sizing, builds the
+"""The parts of a server's drafter, in one value: it gives the bytes to the sizing, builds the
 caches with their attention, and checks them. No SGLang here."""
 
 from __future__ import annotations
@@ -83,12 +83,13 @@ class Plan:
         return 1 if self.disaggregated else PLAIN_STEPS
 
     def notices(self, names: Mapping[str, str]) -> list[Notice]:
-        """What is served and hardly meant; `names`: setting -> what the user types for it."""
+        """Return notices about settings that are served but probably a mistake; `names`: setting ->
+        what the user types for it."""
         is_fixed = len(self.policy.widths) == 1
         return self.options.warnings(self.model.config, names, is_fixed)
 
     def draft_kv(self, running: int) -> tuple[GroupKV, ...]:
-        """What sizes the draft KV cache of each group of layers, for so many running requests."""
+        """Return the K/V sizes of each group of draft layers, for so many running requests."""
         return tuple(self._group_kv(layers, running) for layers in self.layer_groups)
 
     def _group_kv(self, layers: LayerGroup, running: int) -> GroupKV:
@@ -134,7 +135,7 @@ class Plan:
         scratch: int = 0,
         holes: bool = True,
     ) -> Setting:
-        """What attention of a group of layers is made for.
+        """Return the setting that a layer group's attention is made for.
 
         Args:
             requests, positions: of the request-to-token table.

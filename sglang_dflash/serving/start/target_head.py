@@ -55,8 +55,8 @@ def _product(lm_head: Any, hidden: Tensor) -> Tensor:
 
 
 def _has_method(lm_head: Any) -> bool:
-    """Whether the product is that of the layer's quantization method, by SGLang's own rule. A GGUF
-    head has no weight under that name."""
+    """Return whether the layer's quantization method computes the product, by SGLang's own rule. A
+    GGUF head has no weight under that name."""
     method = getattr(lm_head, "quant_method", None)
     if hasattr(lm_head, "weight"):
         return should_apply_lm_head_quant_method(lm_head, method)

@@ -122,12 +122,13 @@ def host_lengths(batch: ScheduleBatch) -> Tensor:
 
 
 def checkpoints_due(batch: ScheduleBatch, seq_lens: Tensor, lengths: Tensor) -> Checkpoints | None:
-    """Which track boundaries a step crosses; None if the prefix cache keeps no checkpoints.
+    """Return the track boundaries that a step crosses; None if the prefix cache keeps no
+    checkpoints.
 
     Args:
         batch: the running requests.
         seq_lens: int64 `[R]`, committed tokens before the step.
-        lengths: int64 `[R]`, tokens that it commits.
+        lengths: int64 `[R]`, tokens that the step commits.
     """
     if batch.mamba_track_indices is None:
         return None
@@ -139,13 +140,13 @@ def checkpoints_due(batch: ScheduleBatch, seq_lens: Tensor, lengths: Tensor) -> 
 
 
 class DraftInput(DFlashDraftInputV2):
-    """What SGLang carries from one step to the next.
+    """The state that SGLang carries from one step to the next.
 
     Attributes:
         in_flight: tokens per request that the last step can have committed, until the host knows
             them.
-        ends: int64 `[R]`: each request has KV slots for the positions below. None if there are
-            enough for a whole block.
+        ends: int64 `[R]`: each request has KV slots for the positions below this one. None if there
+            are enough for a whole block.
     """
 
     in_flight = 0
@@ -255,7 +256,7 @@ def at_width(width: int) -> AbstractContextManager[Any]:
 
 
 def serves_dflash() -> bool:
-    """Whether this process serves with DFLASH."""
+    """Return whether this process serves with DFLASH."""
     return (get_spec().speculative_algorithm or "").upper() == "DFLASH"
 
 

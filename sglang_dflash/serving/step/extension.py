@@ -1,4 +1,5 @@
-"""What an experiment or a test may add to the worker: parts of its own, and eyes on every step.
+"""Extensions of the worker by an experiment or a test: parts of its own, and an observer of every
+step.
 
     --speculative-dflash-extension PACKAGE.MODULE:FUNCTION
 
@@ -61,7 +62,7 @@ class StepObserver:
 
 @dataclass(frozen=True)
 class Extension:
-    """What is added to the worker. None leaves the worker's own.
+    """Parts that replace the worker's own; None keeps the worker's.
 
     Attributes:
         make_drafter: makes the drafter.

@@ -104,8 +104,8 @@ class BlockPenalties:
                 self._lengths[rows] = lengths
 
     def newest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What the last step of each request committed: tokens int64 `[R, B]`, and which of them,
-        bool `[R, B]`."""
+        """Return the tokens of each request's last step, int64 `[R, B]`, and a mask of the
+        committed ones, bool `[R, B]`."""
         tokens, lengths = self._tokens[rows], self._lengths[rows, None]
         return tokens, torch.arange(tokens.shape[1], device=tokens.device) < lengths
 
@@ -138,7 +138,8 @@ class BlockPenalties:
 
 
 def _terms(output: _Output) -> Tensor | float:
-    """What the output before the block adds to logits, `[R, V]`, but for min_new_tokens."""
+    """Return the terms that the output before the block adds to logits, `[R, V]`, without those of
+    min_new_tokens."""
     terms: Tensor | float = 0.0
     for kind in (output.frequency, output.presence):
         if kind is not None:

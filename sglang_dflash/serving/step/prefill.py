@@ -1,4 +1,4 @@
-"""What the drafter and lookup take in of a prompt: which tokens, and into which slots."""
+"""The prompt tokens that the drafter and lookup take in, and the slots that they go to."""
 
 from __future__ import annotations
 
@@ -67,14 +67,15 @@ class PromptTokens:
 
 
 class PromptWrites(NamedTuple):
-    """What the drafter takes in of a prefill forward, on the device. Known before the forward.
+    """The tokens of a prefill forward that the drafter takes in, on the device. Known before the
+    forward.
 
     Attributes:
-        tokens: N, the tokens of the forward. Rows of its hidden states after them are padding.
+        tokens: N, the tokens of the forward. Later rows of its hidden states are padding.
         kept: int64 `[M]`, rows of the tokens to project; a slice for all.
         positions: int64 `[M]`.
         slots: int64 `[M]`, in the target's KV pool.
-        written: those of them that each group of draft layers writes.
+        written: the tokens that each group of draft layers writes.
     """
 
     tokens: int

@@ -44,7 +44,7 @@ _FILLER = 100
 
 
 class GrammarMasks(NamedTuple):
-    """What forbids tokens at the positions of a block, of width B.
+    """Vocabulary masks of the positions of a block, of width B.
 
     Attributes:
         requests: R.
@@ -71,7 +71,8 @@ class GrammarMasks(NamedTuple):
 def grammar_mask(
     batch: ScheduleBatch, block: Tensor, barrier: Callable[[], None] | None
 ) -> Callable[[], GrammarMasks | None]:
-    """What makes the vocabulary masks of a block; None without grammars.
+    """Return a function that builds the vocabulary masks of a block; it returns None without
+    grammars.
 
     To be called before the target's forward is launched: the host reads the block, and would wait
     for the forward too.
@@ -106,8 +107,8 @@ def grammar_mask(
 
 
 def looks_ahead(grammar: Any) -> bool:
-    """Whether SGLang can tell which tokens the grammar allows after drafts: it takes them in, and
-    takes them back. True for no grammar."""
+    """Return whether SGLang can tell which tokens the grammar allows after drafts: it accepts
+    drafts, and rolls them back. True for no grammar."""
     if grammar is None:
         return True
     if isinstance(grammar, ReasonerGrammarObject):
@@ -118,7 +119,7 @@ def looks_ahead(grammar: Any) -> bool:
 
 
 def _is_of_look_ahead(what: Any) -> bool:
-    """Whether a function is of these backends, or a class derives from one of theirs."""
+    """Return whether a function is of these backends, or a class derives from one of theirs."""
     return any(kind.__module__ in _LOOK_AHEAD for kind in getattr(what, "__mro__", (what,)))
 
 
@@ -131,7 +132,7 @@ def apply_logit_adjustments(logits: Tensor, info: SamplingBatchInfo) -> None:
 
 
 def adjusts_logits(info: SamplingBatchInfo) -> bool:
-    """Whether `apply_logit_adjustments` has anything to do."""
+    """Return whether `apply_logit_adjustments` has anything to do."""
     return (
         info.logit_bias is not None
         or info.grammar_mask is not None
@@ -141,7 +142,7 @@ def adjusts_logits(info: SamplingBatchInfo) -> bool:
 
 
 def has_penalties(info: SamplingBatchInfo) -> bool:
-    """Whether any request has penalties. Overlap scheduling passes them already summed."""
+    """Return whether any request has penalties. Overlap scheduling passes them already summed."""
     live = info.penalizer_orchestrator
     return (
         info.acc_additive_penalties is not None
@@ -177,8 +178,8 @@ def repeated_sampling_info(info: SamplingBatchInfo, times: int) -> SamplingBatch
 
 
 def is_unfiltered(batch: ScheduleBatch) -> bool:
-    """Whether every request samples from its whole distribution or is greedy, and none asks for
-    what it was drawn from."""
+    """Return whether every request samples from its whole distribution or is greedy, and none asks
+    for its sampling mask."""
     info = batch.sampling_info
     if info.need_top_p_sampling or info.need_min_p_sampling:
         return False
@@ -188,10 +189,10 @@ def is_unfiltered(batch: ScheduleBatch) -> bool:
 
 
 def block_noise(info: SamplingBatchInfo | None, seq_lens: Tensor) -> BlockNoise | None:
-    """What the sampler draws the tokens of a block with; None if all requests are greedy.
+    """Return the noise that the sampler draws the tokens of a block with; None if all are greedy.
 
     Args:
-        info: with seeds, unless all are greedy.
+        info: with seeds, unless all requests are greedy.
         seq_lens: int64 `[R]`, see `BlockNoise`.
     """
     if info is None or info.is_all_greedy:

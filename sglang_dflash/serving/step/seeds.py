@@ -1,4 +1,4 @@
-"""Which random numbers a sampled request's tokens are drawn with."""
+"""Seeds of the random numbers that a sampled request's tokens are drawn with."""
 
 from __future__ import annotations
 

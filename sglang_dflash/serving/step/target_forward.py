@@ -39,7 +39,8 @@ class TargetForward:
         )
 
     def decodes(self, width: int) -> bool:
-        """Whether a step of that width is plain decoding, which moves recurrent states on."""
+        """Return whether a step of that width is plain decoding, which advances recurrent
+        states."""
         return width == 1
 
     def at(self, width: int) -> AbstractContextManager[None]:
@@ -68,7 +69,8 @@ class TargetForward:
 
 
 class _AtWidth(NamedTuple):
-    """What SGLang's runner of the target uses: `graphs` is None without CUDA graphs."""
+    """The attention backend and CUDA graphs of the target's runner at one width: `graphs` is None
+    without CUDA graphs."""
 
     attention: Any
     graphs: Any
@@ -121,7 +123,7 @@ class TargetForwardByWidth(TargetForward):
 
 
 def _reference(graphs: Any) -> Callable[[], Any]:
-    """What returns the graphs as long as something else keeps them; None if there are none."""
+    """Return a weak reference to the graphs; one that returns None if there are none."""
     return (lambda: None) if graphs is None else weakref.ref(graphs)
 
 

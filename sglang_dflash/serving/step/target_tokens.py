@@ -144,13 +144,13 @@ class TargetTokens:
 
 
 def takes_one_token(request: Any) -> bool:
-    """Whether the request takes one token per step: what it may be is known at the first position
-    of a block only, to its own processor or its grammar."""
+    """Return whether the request takes one token per step: its own logits processor or its grammar
+    can judge the first position of a block only."""
     return bool(request.custom_logit_processor) or not sampling.looks_ahead(request.grammar)
 
 
 def verified_tokens(batch: ScheduleBatch, width: int) -> Tensor:
-    """Of a step of that width, int32 `[R]` on the host: how many of its block each request can
-    take, the bonus token included."""
+    """Return how many tokens of its block each request can take in a step of that width, the bonus
+    token included: int32 `[R]` on the host."""
     taken = [1 if takes_one_token(request) else width for request in batch.reqs]
     return torch.tensor(taken, dtype=torch.int32)

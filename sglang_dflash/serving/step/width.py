@@ -66,11 +66,11 @@ class StepClock:
         return event
 
     def is_of(self, requests: int, context: int, width: int) -> None:
-        """What the step is that has begun."""
+        """Record the batch size, context length and width of the step that has begun."""
         self._runs = requests, context, width
 
     def begins_now(self) -> None:
-        """What was done since `begins` belongs to no step."""
+        """Restart the clock of the step: time since `begins` belongs to no step."""
         self._began = self._now()
 
     def interrupted(self) -> None:
