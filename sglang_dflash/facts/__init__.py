@@ -1,1 +1,1 @@
-"""What files on disk or on the hub say about a target and a draft. No torch here."""
+"""Facts about a target and a draft, from files on disk or on the hub. No torch here."""

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 
 class BreakEven(NamedTuple):
-    """Where and from when a step of some width pays.
+    """The acceptance length from which a step of some width pays, at some batch size and context.
 
     Attributes:
-        requests: of the batch, at most.
-        context: tokens of the longest request, less than this.
+        requests: largest number of requests in the batch.
+        context: the longest request has fewer tokens than this.
         width: tokens per request that the target verifies.
-        acceptance_length: of steps of that width.
+        acceptance_length: from which on steps of that width pay.
     """
 
     requests: int

@@ -60,7 +60,7 @@ def add_flags(
 
 
 def _kind(hint: Any) -> dict[str, Any]:
-    """What argparse does with the values of a field."""
+    """Return argparse's keywords for the values of a field."""
     if hint is bool:
         return {"action": "store_true"}
     if get_origin(hint) is tuple:
@@ -77,7 +77,8 @@ def given(args: argparse.Namespace, of: type) -> dict[str, Any]:
 
 
 def flag_names(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """What an error calls each setting of a command: see `ConfigError.named`."""
+    """Return the name by which an error calls each setting of a command: see
+    `ConfigError.named`."""
     return {one.dest: (*one.option_strings, one.dest.upper())[0] for one in parser._actions}
 
 

@@ -1,4 +1,4 @@
-"""What a DFlash2 draft has beyond v1, from its config.json."""
+"""The parts that a DFlash2 draft has beyond v1, from its config.json."""
 
 from __future__ import annotations
 

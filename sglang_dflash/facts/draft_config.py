@@ -36,11 +36,11 @@ class Reach:
         return self.tokens is not None
 
     def of(self, length: int) -> int:
-        """How many of a request's `length` tokens are read."""
+        """Return how many of a request's `length` tokens are read."""
         return length if self.tokens is None else min(length, self.tokens + self.sinks)
 
     def within(self, sliding_window: int | None) -> Reach:
-        """What a layer with that sliding window reads of it."""
+        """Return the part of this reach that a layer with that sliding window reads."""
         if sliding_window is None or (self.tokens is not None and self.tokens < sliding_window):
             return self
         return Reach(sliding_window)
@@ -51,12 +51,12 @@ WHOLE_CONTEXT = Reach()
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What one draft layer sees.
+    """The context and block positions that one draft layer sees.
 
     Attributes:
         sliding_window: tokens back from the query, the query included; None for no limit.
         causal: whether a block position sees only the block positions up to itself.
-        reach: of the context.
+        reach: context tokens that it sees.
     """
 
     sliding_window: int | None
@@ -85,21 +85,21 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """What a draft checkpoint is, in the field names of its config.json.
+    """The config of a draft checkpoint, in the field names of its config.json.
 
     Attributes:
         num_target_layers: None if the checkpoint does not tell.
-        names_target_layers: whether the checkpoint tells `target_layer_ids`. If not, they are
-            `default_target_layer_ids`, as in DFlash's own code; it may have been trained with
-            others.
+        names_target_layers: whether the checkpoint names `target_layer_ids`. If not, they are
+            `default_target_layer_ids`, as in DFlash's own code; the draft may have been trained
+            with others.
         layers: how each layer attends.
-        draft_vocab_size: rows of an lm_head of its own, for a part of the vocabulary; None if it
-            takes the target's.
-        output_multiplier, final_logit_softcapping: of its logits, in this order; None for no cap.
-            They do not change which token has the largest logit.
+        draft_vocab_size: rows of the draft's own lm_head, for a part of the vocabulary; None if it
+            uses the target's.
+        output_multiplier, final_logit_softcapping: of the draft's logits, applied in this order;
+            None for no cap. They do not change which token has the largest logit.
         convolution, selector: of DFlash2; None in a draft of v1.
         quantization: how its weights are stored; None if they are plain.
-        unknown_keys: of its config.json, which are without effect here.
+        unknown_keys: keys of its config.json that have no effect here.
     """
 
     hidden_size: int
@@ -211,7 +211,7 @@ class DraftConfig:
 
     @property
     def kind(self) -> str:
-        """What it has beside the layers, in words."""
+        """The draft's architecture in words: its version, selector and convolution."""
         selector, convolution = self.selector, self.convolution
         parts = [] if selector is None else [
             f"selector of rank {selector.rank} over {selector.top_k} candidates"
@@ -339,8 +339,8 @@ def _softcap(fields: Fields) -> float | None:
 
 
 def _layer_attention(fields: Fields, depth: int) -> tuple[LayerAttention, ...]:
-    """How each layer attends. `use_swa` makes all of them slide if none does by `layer_types`,
-    without being causal (as vLLM's `_resolve_layer_attention`)."""
+    """Return the attention of each layer. `use_swa` makes all layers slide if none does by
+    `layer_types`, without being causal (as vLLM's `_resolve_layer_attention`)."""
     kinds, causal = _layer_kinds(fields, depth), _causality(fields)
     slides = "sliding_attention" in kinds
     swa = fields.flag("use_swa", default=False) and not slides
@@ -379,8 +379,8 @@ def _sliding_window(fields: Fields) -> int:
 
 
 def _causality(fields: Fields) -> bool | None:
-    """Whether block positions see only the ones before them, in all layers; None if the kind of
-    the layer decides."""
+    """Return whether block positions of all layers see only the ones before them; None if the type
+    of the layer decides."""
     names = [name for name in ("is_causal", "causal", "causal_head") if name in fields]
     flags = [fields.flag(name, default=False) for name in names]
     if len(set(flags)) > 1:

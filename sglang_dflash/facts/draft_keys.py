@@ -219,7 +219,7 @@ def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_draft(folder: str | Path) -> bool:
-    """Whether the folder's config.json names a draft."""
+    """Return whether the folder's config.json names a draft."""
     try:
         names = read_json_object(Path(folder) / "config.json", "checkpoint").get("architectures")
     except ConfigError:

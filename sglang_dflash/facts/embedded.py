@@ -32,7 +32,7 @@ class DemoPair:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether the target has recurrent layers, and so a pool of states beside the KV pool."""
+        """True if the target has recurrent layers, and so a pool of states beside the KV pool."""
         return TargetGeometry.from_pretrained(self.target).recurrent_layers > 0
 
 

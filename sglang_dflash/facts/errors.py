@@ -59,7 +59,7 @@ def shown(value: object) -> str:
 
 
 def shown_pair(draft: object, target: object) -> str:
-    """Which draft and target a message is about."""
+    """Return the suffix of a message that names its draft and target."""
     return f" (draft {shown(draft)}, target {shown(target)})"
 
 

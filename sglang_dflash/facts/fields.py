@@ -93,7 +93,7 @@ class Fields:
         return UnsupportedDraft(self.named(name), self.get(name), required)
 
     def named(self, name: str) -> str:
-        """What errors call a field: its path and the file."""
+        """Return a field's name in errors: its path and the file."""
         return f"{self.path(name)} in {self.file}"
 
     def positive_int(self, name: str, default: int | None = None, *, most: int = _MOST_INT) -> int:
@@ -174,7 +174,7 @@ class Fields:
 
 
 def is_int(value: object) -> bool:
-    """Whether it is an integer; true and false are none."""
+    """Return whether a value is an integer; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -135,7 +135,8 @@ def fetch_config(kind: str, name: str, *, offline: bool = False) -> tuple[Path, 
 
 
 def unreachable(dataset: str) -> str | None:
-    """Why the hub cannot be asked for a data set; None if it answers. It is asked once."""
+    """Return why the hub cannot be asked for a data set; None if it answers. The hub is asked
+    once."""
     import httpx
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled

@@ -22,12 +22,13 @@ _NAMES = {"target": "--model-path", "draft": "--speculative-draft-model-path"}
 
 
 def listens(argv: Sequence[str]) -> bool:
-    """Whether it is the command of `python -m sglang.launch_server` or `sglang serve`."""
+    """Return whether a command is `python -m sglang.launch_server` or `sglang serve`."""
     return Path(argv[0]).name == "launch_server.py" or _is_serve(argv)
 
 
 def asks_for_help_of_serve(argv: Sequence[str]) -> bool:
-    """Whether it is `sglang serve` with --help, which SGLang answers without its plugins."""
+    """Return whether a command is `sglang serve` with --help, which SGLang answers without its
+    plugins."""
     return _is_serve(argv) and not {"-h", "--help"}.isdisjoint(argv)
 
 

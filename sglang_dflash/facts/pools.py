@@ -1,4 +1,4 @@
-"""How the memory of a server's pools is divided: recurrent states beside K/V. No torch here.
+"""Division of a server's memory into pools: recurrent states beside K/V. No torch here.
 
 A server's sizing and `sglang-dflash inspect` call the same functions.
 """
@@ -49,15 +49,15 @@ def sglang_states(
 
 
 class StateDemand(NamedTuple):
-    """What the number of recurrent states follows from, beside the memory.
+    """Demands that the number of recurrent states follows from, beside the memory.
 
     Attributes:
         requests: --max-running-requests.
         per_request: states that SGLang counts for a running request.
         state: bytes of a state.
         token: bytes of a token's K/V: the target's, and that of draft layers without a ring.
-        ring: bytes of draft K/V in rings, per running request.
-        context: tokens of a request, at most; None if that is not known.
+        ring: bytes of draft K/V in rings per running request.
+        context: largest number of tokens of a request; None if it is not known.
         most_tokens: --max-total-tokens; None if it is not given.
     """
 
@@ -176,8 +176,8 @@ class Capacity:
         )
 
     def shortfall(self) -> str | None:
-        """Why fewer requests run at a time than --max-running-requests says, however short they
-        are; None if as many do."""
+        """Return why fewer requests run at a time than --max-running-requests says, however short
+        they are; None if as many do."""
         # SGLang runs no more than one request for two tokens.
         by_tokens = self.tokens // 2
         running = min(self.carried, by_tokens)

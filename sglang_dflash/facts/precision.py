@@ -21,8 +21,8 @@ _FIELDS = ("quant_method", "format", "quant_algo")
 
 
 def precision(name: str, raw: Mapping[str, Any]) -> str | None:
-    """Of a model by its name, or else by what its parsed config.json says of its weights; None for
-    16 bits."""
+    """Return a model's precision by its name, or else by the weights' format in its parsed
+    config.json; None for 16 bits."""
     own: Mapping[str, Any] = next(
         (raw[key] for key in NAMES if isinstance(raw.get(key), Mapping)), {}
     )

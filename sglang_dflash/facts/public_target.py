@@ -17,7 +17,7 @@ NEEDED_MB = 600
 
 
 def folder() -> Path:
-    """Where the user's cache has it, or will have it."""
+    """Return the folder of the public target in the user's cache, whether or not it exists."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # A relative path there is to be ignored (XDG Base Directory Specification).
     home = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"

@@ -1,4 +1,4 @@
-"""What is known of a model without its weights, from a local folder, the facts shipped here, or the
+"""Facts about a model without its weights, from a local folder, the facts shipped here, or the
 config.json on the hub."""
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""How the weights of a quantized draft are stored, by its `quantization_config`: the tensors that a
-module has in place of a weight, and the weight's shape. `drafting/dequantize.py` has the values.
-No torch here.
-"""
+"""Storage of a quantized draft's weights, by its `quantization_config`: the tensors that a module
+has in place of a weight, and the weight's shape. `drafting/dequantize.py` has the values. No torch
+here."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ _NEUTRAL = (None, False, 0, "")
 
 
 class Declared(NamedTuple):
-    """What a `quantization_config` says of one group of modules.
+    """The format that a `quantization_config` declares for one group of modules.
 
     Attributes:
         method, layout: such as "compressed-tensors" and "pack-quantized".
         bits: of a weight.
-        block: rows and columns that share a scale, if that is told.
+        block: rows and columns that share a scale; None if it is not declared.
     """
 
     method: str
@@ -113,7 +112,7 @@ FORMATS = (
 
 
 class Stored(NamedTuple):
-    """How modules of a draft are stored, and what its config says of them."""
+    """The storage format of some of a draft's modules, and its declaration in the config."""
 
     format: Format
     declared: Declared

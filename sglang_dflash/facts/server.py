@@ -23,7 +23,7 @@ _PLAIN = 0.9
 
 
 def labels(report: Mapping[str, Any]) -> dict[str, str]:
-    """What tells one server of ours from another.
+    """Return the labels that tell one server of ours from another.
 
     Args:
         report: our worker's, as /server_info shows it.
@@ -76,7 +76,8 @@ class ServerInfo:
         return [state["dflash"] for state in self.states if state.get("dflash")]
 
     def values(self, name: str) -> list[Any]:
-        """What the ranks report as `name`; without those that report nothing."""
+        """Return the values that the ranks report as `name`; ranks that report none are left
+        out."""
         return [report[name] for report in self.reports if report.get(name) is not None]
 
     def least(self, name: str) -> float | None:
@@ -89,7 +90,7 @@ class ServerInfo:
 
     @property
     def builtin_reasons(self) -> list[str]:
-        """Why SGLang's own DFLASH worker serves in place of ours."""
+        """Reasons why SGLang's own DFLASH worker serves in place of ours."""
         return sorted(
             {str(state.get("dflash_builtin_reason") or "") for state in self.states} - {""}
         )
@@ -103,7 +104,7 @@ class ServerInfo:
 
     @property
     def verify_steps(self) -> int:
-        """Of all ranks, so far."""
+        """Verify steps of all ranks so far."""
         return sum(self.values("verify_steps"))
 
     @property
@@ -126,12 +127,12 @@ class ServerInfo:
 
     @property
     def target_kv_tokens(self) -> int | None:
-        """Of the smallest KV pool of all ranks."""
+        """Tokens of the smallest KV pool of all ranks."""
         found = [(state.get("memory_usage") or {}).get("token_capacity") for state in self.states]
         return min((tokens for tokens in found if tokens), default=None)
 
     def facts(self) -> dict[str, Any]:
-        """What a user asks first, by name; None for what the server does not tell."""
+        """Return what a user asks first, by name; None for what the server does not tell."""
         ours: Mapping[str, Any] = self.reports[0] if self.reports else {}
         length, every = self.acceptance_length, self.tokens_per_step
         names = ("block_size", "trained_block_size", "window", "draft_kv_entries", "draft_kv_bytes")
@@ -152,7 +153,7 @@ class ServerInfo:
         }
 
     def set_up(self) -> str:
-        """What serves, on one line."""
+        """The worker that serves and its settings, on one line."""
         return set_up(self.reports[0]) if self.reports else self.worker
 
     @property
@@ -245,8 +246,8 @@ class ServerInfo:
         return f"acceptance length not known yet{why}"
 
     def step_line(self) -> str | None:
-        """Where the time of a decode step goes; None before there were enough, or if another
-        worker serves."""
+        """The time of a decode step and its shares by part, on one line; None before there were
+        enough steps, or if another worker serves."""
         ours: Mapping[str, Any] = self.reports[0] if self.reports else {}
         shares = ours.get("step_shares")
         if not shares or ours.get("decode_steps", 0) < ENOUGH_STEPS:
@@ -271,7 +272,7 @@ class ServerInfo:
         return told[0] if told else {}
 
     def machine(self) -> dict[str, str]:
-        """What the server says of where and in what it computes."""
+        """The server's dtype, device, engine and torch version."""
         found = self._machine
         cpu = f"CPU, {found.get('cores')} cores of {found.get('processor')}" if found else NOT_KNOWN
         # Of a server without this package: what was asked for.

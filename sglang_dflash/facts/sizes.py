@@ -68,7 +68,7 @@ class Charge(NamedTuple):
 
     @classmethod
     def of(cls, groups: Iterable[GroupKV], kv_tokens: int) -> Charge:
-        """What the groups take beside a pool of that many tokens."""
+        """Return the charge of the groups beside a pool of that many tokens."""
         once = per_token = 0
         for group in groups:
             entries = group.entries(kv_tokens)
@@ -81,10 +81,10 @@ class Charge(NamedTuple):
 
 
 def draft_kv_charge(groups: Sequence[GroupKV], fits: Callable[[Charge], int]) -> Charge:
-    """What draft K/V takes beside the largest pool of the target that fits.
+    """Return the charge of draft K/V beside the largest pool of the target that fits.
 
     Args:
-        fits: the pool's tokens if that much is taken.
+        fits: charge -> tokens of the target's pool beside it.
     """
     charge = Charge.of(groups, 0)
     # A ring serves from the pool on that exceeds it.
@@ -117,16 +117,16 @@ def embedding_bytes(geometry: TargetGeometry, *, tied: bool) -> int:
 
 
 def draft_weight_bytes(config: DraftConfig) -> int:
-    """Of a draft in bfloat16, without what it borrows from the target."""
+    """Return the bytes of a draft in bfloat16, without what it borrows from the target."""
     return _BF16 * sum(map(math.prod, expected_tensors(config).values()))
 
 
 class HeadBytes(NamedTuple):
-    """What a proposal reads beyond that of a v1 draft with the same layers.
+    """Bytes that a proposal reads beyond those of a v1 draft with the same layers.
 
     Attributes:
         once: weights of convolutions and of the selector's projection.
-        per_request: rows of the selector's tables, one of each token before and of each candidate.
+        per_request: rows of the selector's tables, one per previous token and per candidate.
     """
 
     once: int
@@ -134,7 +134,7 @@ class HeadBytes(NamedTuple):
 
 
 def head_bytes(config: DraftConfig, draft_block: int, itemsize: int) -> HeadBytes:
-    """Of a rank: each holds all of these weights.
+    """Return a rank's head bytes. They are not sharded: each rank holds all of these weights.
 
     Args:
         draft_block: B, tokens of the block that the draft fills.
@@ -150,15 +150,16 @@ def head_bytes(config: DraftConfig, draft_block: int, itemsize: int) -> HeadByte
 
 
 def target_kv_bytes(target: TargetGeometry, itemsize: int) -> int:
-    """Of one token's K and V, or of its latent, over all attention layers. A pool of sliding layers
-    has `SLIDING_SHARE` of the tokens of the other."""
+    """Return the bytes of one token's K and V, or of its latent, over all attention layers. A pool
+    of sliding layers has `SLIDING_SHARE` of the tokens of the other."""
     elements = target.latent_width or 2 * target.num_key_value_heads * target.head_dim
     layers = target.attention_layers - (1 - SLIDING_SHARE) * target.sliding_layers
     return int(layers * elements * itemsize)
 
 
 def state_bytes(shape: RecurrentShape) -> int:
-    """Of one request's recurrent state and convolution window, over all recurrent layers."""
+    """Return the bytes of one request's recurrent state and convolution window, over all recurrent
+    layers."""
     return shape.layers * (shape.state * _FP32 + shape.channels * shape.window * _BF16)
 
 

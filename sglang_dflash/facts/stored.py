@@ -84,7 +84,7 @@ def plain_name(stored: str) -> str:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether the folder holds weights of any format."""
+    """Return whether the folder holds weights of any format."""
     return bool(named_files(folder, "*.safetensors", *_PICKLES))
 
 
@@ -144,5 +144,5 @@ def _opened(what: str, file: Path, framework: str) -> Iterator[Any]:
 
 
 def and_more(names: list[str]) -> str:
-    """How many names follow the first, in words."""
+    """Return how many names follow the first, in words."""
     return f", and {len(names) - 1} more" if len(names) > 1 else ""
