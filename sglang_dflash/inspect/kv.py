@@ -17,12 +17,12 @@ GIB = 2**30
 
 
 class StatePool(NamedTuple):
-    """What SGLang keeps of recurrent layers unless a flag gives its size.
+    """SGLang's pool of recurrent states, unless a flag gives its size.
 
     Attributes:
         slots: states, of running requests and of cached prefixes.
-        requests: that can run at a time with so many.
-        total_bytes: of the states, and of what verification keeps.
+        requests: that can run at a time with so many states.
+        total_bytes: of the states, and of the tensors that verification keeps.
     """
 
     slots: int
@@ -52,7 +52,8 @@ DraftGroup = tuple[LayerGroup, GroupKV]
 def draft_groups(
     judged: Judged, options: ResolvedOptions, draft_kv: int, requests: int
 ) -> list[DraftGroup]:
-    """Of the draft's layers; one of all if its config is not known or another worker serves.
+    """Return the groups of the draft's layers; one of all layers if its config is not known or
+    another worker serves.
 
     Args:
         draft_kv: bytes of a token, over all layers.

@@ -39,7 +39,7 @@ def memory_of(
     options: ResolvedOptions,
     serving: Serving,
 ) -> dict[str, Any]:
-    """What the memory of one GPU is spent on. Raises ConfigError."""
+    """Return the division of one GPU's memory, by name. Raises ConfigError."""
     requests, ranks, config = serving.max_running_requests, serving.tp_size, judged.config
     part = replace(
         judged,
@@ -97,18 +97,18 @@ def _pools(
     target_kv: int,
     options: ResolvedOptions,
 ) -> tuple[StatePool | None, StatePool | None, StatePool | None]:
-    """Of recurrent states: as served, with SGLang's snapshots, and without a draft. None without
-    such layers.
+    """Return the pools of recurrent states: as served, with SGLang's snapshots, and without a
+    draft. None without such layers.
 
     Args:
-        memory: bytes for it and both KV pools.
+        memory: bytes for the pool of states and both KV pools.
         steps: bytes of draft steps, which a server takes from K/V only.
-        alone: the same without a draft.
+        alone: `memory` without a draft.
         groups: of draft layers, with rings for all requests.
         target_kv: bytes of a token.
 
     Raises:
-        ConfigError: it holds the states of no request.
+        ConfigError: the pool does not hold the states of one request.
     """
     requests = serving.max_running_requests
     state, replay = (recurrent[f"recurrent_{each}_bytes"] for each in ("state", "replay"))
@@ -174,7 +174,7 @@ def _target_weights(target: ModelFacts, geometry: TargetGeometry, serving: Servi
 
 
 def is_quantized(target: ModelFacts) -> bool:
-    """Whether the target's config.json tells of quantized weights."""
+    """Return whether the target's config.json tells of quantized weights."""
     text = target.config.get("text_config") or {}
     return bool(target.config.get("quantization_config") or text.get("quantization_config"))
 

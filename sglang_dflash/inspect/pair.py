@@ -20,12 +20,12 @@ from sglang_dflash.facts.tensors import check_embedding, check_tensors, check_va
 
 @dataclass(frozen=True)
 class Judged:
-    """Who serves a pair.
+    """The worker that serves a pair, and the configs that decide it.
 
     Attributes:
         config: of the draft; None if our worker does not serve it or a field is unknown.
         worker: `OURS`, `BUILTIN` or "unknown".
-        reason: why it is not ours.
+        reason: why it is not ours; None if it is.
     """
 
     geometry: TargetGeometry

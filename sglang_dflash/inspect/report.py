@@ -1,4 +1,4 @@
-"""What serving a pair takes: which worker serves it, and what its memory is spent on. No torch."""
+"""The worker that serves a pair, and the division of its memory. No torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def judged_pair(
     serving: Serving,
     builtin: str | None,
 ) -> tuple[Judged, ResolvedOptions]:
-    """Who serves a pair, and the options that its draft comes to. Raises ConfigError.
+    """Return the worker that serves a pair, and the options resolved for its draft. Raises
+    ConfigError.
 
     Args:
         builtin: the setting with which SGLang's worker serves; None without one.
@@ -70,7 +71,7 @@ def inspect(
     serving: Serving,
     builtin: str | None = None,
 ) -> dict[str, Any]:
-    """What serving this pair would cost.
+    """Return what serving this pair would cost.
 
     Args:
         builtin: the setting with which SGLang's worker serves; None without one.
@@ -127,7 +128,8 @@ def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) ->
 
 
 def _head_bytes(config: DraftConfig | None, draft_block: int) -> dict[str, int | None]:
-    """What the head of DFlash2 adds to what a proposal reads; None for what is not known."""
+    """Return the bytes that the head of DFlash2 adds to the reads of a proposal; None for unknown
+    ones."""
     if config is None:
         return dict.fromkeys(("draft_head_bytes", "draft_head_bytes_per_request"))
     once, per_request = sizes.head_bytes(config, draft_block, KV_DTYPES["bfloat16"])
@@ -135,7 +137,7 @@ def _head_bytes(config: DraftConfig | None, draft_block: int) -> dict[str, int |
 
 
 def _assumptions(serving: Serving) -> str:
-    """What the figures are for, with the flags that change it."""
+    """Return the assumptions behind the figures, with the flags that change them."""
     memory = f"{serving.kv_memory_gib or 0:g} GiB for both KV pools (--kv-memory-gib)"
     if serving.kv_memory_gib is None:
         gpus = "one GPU" if serving.tp_size == 1 else f"each of {serving.tp_size} GPUs"

@@ -1,4 +1,5 @@
-"""How a pair would be served, as the flags of `sglang-dflash inspect` say it. No torch."""
+"""The settings under which a pair would be served, by the flags of `sglang-dflash inspect`. No
+torch."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _WIDTHS = ("adaptive", "fixed")
 
 @dataclass(frozen=True)
 class Serving:
-    """How the pair would be served. A GiB is 2**30 bytes.
+    """The settings under which the pair would be served. A GiB is 2**30 bytes.
 
     Raises:
         ConfigError: a value is out of range.

@@ -62,10 +62,10 @@ AS_ASKED = SetUp({}, {}, "")
 
 
 def suggest(pair: Pair, sessions: int | None = None) -> dict[str, Any]:
-    """What would fit at `serving.context`.
+    """Return the settings that would fit at `serving.context`.
 
     Args:
-        sessions: requests that are to run at a time; None for as many as fit.
+        sessions: requests to run at a time; None for as many as fit.
 
     Returns:
         `most`: requests at a time with the settings asked for, by "as served", "SGLang's worker"

@@ -146,7 +146,7 @@ def _filled(text: str, indent: str = "") -> str:
 
 
 def _weights_verdict(facts: Mapping[str, Any]) -> str:
-    """What was checked of the draft's weights."""
+    """Return which checks of the draft's weights were made."""
     if facts["worker"] == BUILTIN:
         return "draft weights: not checked, SGLang's worker reads them"
     if facts["draft_tensors"] is None:

@@ -11,7 +11,7 @@ from sglang_dflash.facts.server import BUILTIN, OURS
 
 
 def verdict(facts: Mapping[str, Any]) -> str:
-    """Who serves the pair, and how many tokens its draft KV leaves the target."""
+    """Return which worker serves the pair, and how many tokens its draft KV leaves the target."""
     worker = facts["worker"]
     who = f"which worker serves is not known: {facts['worker_reason']}"
     if worker == OURS:
@@ -48,7 +48,8 @@ def verdict(facts: Mapping[str, Any]) -> str:
 
 
 def at_context(facts: Mapping[str, Any]) -> str | None:
-    """How many requests of the asked length run at a time; None if none was asked for."""
+    """Return how many requests of the asked length run at a time; None if no length was asked
+    for."""
     if facts["context"] is None:
         return None
     served, all_kept, without = (
