@@ -1,4 +1,5 @@
-"""What is compared: ways of decoding, each behind a server that is started here or runs already."""
+"""The arms of a comparison: ways of decoding, each behind a server that is started here or runs
+already."""
 
 from __future__ import annotations
 
@@ -143,9 +144,10 @@ def _for_all(settings: BenchSettings, accelerator: bool) -> dict[str, FlagValue]
 
 
 def grouped(settings: BenchSettings, arms: Arms, accelerator: bool) -> list[Arms]:
-    """Which servers run at a time: all, or one after another if they may not fit the machine.
+    """Group the arms whose servers run at once: all, or one after another if they may not fit the
+    machine.
 
-    Those of large models do not: on an accelerator each takes most of the memory.
+    Servers of large models do not fit: on an accelerator each takes most of the memory.
     """
     if settings.target is None or settings.base_url:
         return [arms]
@@ -155,7 +157,7 @@ def grouped(settings: BenchSettings, arms: Arms, accelerator: bool) -> list[Arms
 
 
 def _fit(target: str, servers: int) -> bool:
-    """Whether so many servers of a target surely fit the memory of this machine."""
+    """Return whether so many servers of a target surely fit the memory of this machine."""
     stored, available = look_up("target", target).weight_bytes, available_bytes()
     if stored is None or available is None:
         return False

@@ -82,7 +82,7 @@ def load_prompts(settings: BenchSettings, count: int) -> Prompts:
 
 
 def encode_of(settings: BenchSettings, prompts: Prompts) -> Encode:
-    """How a turn and the answers so far become a request.
+    """Return a function that makes a request of a turn and the answers so far.
 
     Raises:
         ConfigError: a chat, but no tokenizer or no chat template; or thinking without a chat.

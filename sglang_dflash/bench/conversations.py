@@ -43,8 +43,8 @@ def of_row(row: Mapping[str, Any]) -> list[Message] | None:
 
 
 def requests_of(messages: Sequence[Message]) -> list[int]:
-    """Where the requests of a conversation end: before each answer that is recorded, and at the
-    end if that is to be answered."""
+    """Return where the requests of a conversation end: before each recorded answer, and at the end
+    if the last message is to be answered."""
     ends = [i for i, one in enumerate(messages) if i and one["role"] == "assistant"]
     if messages and messages[-1]["role"] in ("user", "tool"):
         ends.append(len(messages))
@@ -77,7 +77,7 @@ def _call(call: Mapping[str, Any]) -> Message:
 
 
 def _text(content: object) -> str:
-    """Of a message. What only calls tools has none."""
+    """Return the text of a message's content; "" for a message that only calls tools."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -173,8 +173,8 @@ def held_out_functions() -> list[Function]:
 
 
 def is_short(function: Function) -> bool:
-    """Whether a small model can be asked about it: a docstring, a name that is spoken of, and no
-    more than 1200 characters."""
+    """Return whether a small model can be asked about a function: it has a docstring and a public
+    name, and no more than 1200 characters."""
     is_public = not function.name.startswith("_")
     return is_public and function.document > 0 and sum(map(len, function.lines)) <= 1200
 
@@ -190,7 +190,7 @@ def stdlib_functions() -> list[Prompt]:
 
 
 def _asked(name: str, function: Function) -> Prompt:
-    """What a chat is asked to do with a function: `code` completes it, `edits` renames it."""
+    """Return the prompt of a chat about a function: `code` completes it, `edits` renames it."""
     if name == "code":
         text = "".join(function.lines[: function.document])
         return Prompt((f"Complete this Python function.\n\n```python\n{text}```",), chat=True)
@@ -232,7 +232,7 @@ def from_file(path: Path) -> list[Prompt]:
 
 
 def _rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Where each row stands, and what it holds."""
+    """Yield the place and the value of each row."""
     if text.lstrip().startswith("["):
         try:
             rows = json.loads(text)
@@ -316,8 +316,8 @@ def encode_turn(
 
 
 def encoder(source: str | None, thinking: str | None = None) -> Encode:
-    """How prompts are sent: as `token_encoder` says, or texts and messages if no tokenizer is
-    known, which is a `source` of None."""
+    """Return a function that encodes prompts: `token_encoder`, or texts and messages as they are if
+    no tokenizer is known (a `source` of None)."""
     return _as_it_is if source is None else token_encoder(source, thinking)
 
 

@@ -136,7 +136,7 @@ def tokens_per_second(answers: list[Timed]) -> float:
 
 
 def outcome(plain: list[Timed], dflash: list[Timed]) -> dict[str, Any]:
-    """What the answers of two servers to the same prompts come to."""
+    """Compare the answers of two servers to the same prompts."""
     ratios = sorted(a.seconds / b.seconds for a, b in zip(plain, dflash, strict=True))
     ar_tok_s, dflash_tok_s = tokens_per_second(plain), tokens_per_second(dflash)
     counts = sum((of_answer(one.steps, len(one.ids)) for one in dflash), VerifySteps())

@@ -1,4 +1,5 @@
-"""Where answers of two arms differ, and whether the token that differs first was a near-tie."""
+"""Differences between the answers of two arms, and whether the first token that differs was a
+near-tie."""
 
 from __future__ import annotations
 
@@ -76,12 +77,12 @@ def _first_difference(ours: list[Answer], theirs: list[Answer]) -> tuple[int, in
 
 @dataclass(frozen=True)
 class NearTie:
-    """How far apart the two likeliest tokens are where two arms took different ones.
+    """The gap between the two likeliest tokens at a position where two arms took different ones.
 
     Attributes:
-        gaps: arm -> difference of their log-probabilities, as its server computes them after the
+        gaps: arm -> difference of the log-probabilities, as its server computes them after the
             same tokens.
-        near: the gap that rounding may bring into either order.
+        near: the largest gap whose order rounding may change.
     """
 
     gaps: Mapping[str, float]
@@ -123,8 +124,8 @@ def near_tie(
 
 
 def _gap(url: str, prompt: Any, answer: list[int]) -> float:
-    """How far apart the log-probabilities of the two likeliest tokens are that may follow a prompt
-    and the beginning of an answer to it.
+    """Return the difference between the log-probabilities of the two likeliest tokens after a
+    prompt and the beginning of an answer to it.
 
     Raises:
         Failed: SGLang's server does not answer.

@@ -79,7 +79,7 @@ class Pass:
 
 
 def answered(method: str, url: str, **how: Any) -> requests.Response:
-    """Of any status. Raises Failed if there is no answer."""
+    """Return a response of any status. Raises Failed if there is none."""
     try:
         return requests.request(method, url, timeout=60, **how)
     except requests.RequestException as error:
@@ -154,7 +154,7 @@ class SGLang:
         return answered("POST", f"{self.url}/flush_cache", params={"timeout": 30}).ok
 
     def info(self) -> ServerInfo:
-        """What it tells of itself."""
+        """Return the server's own /server_info."""
         return ServerInfo(answered("GET", f"{self.url}/server_info").json())
 
     def describe(self) -> dict[str, str]:
@@ -173,10 +173,10 @@ class SGLang:
         return VerifySteps(sum(steps), sum(tokens))
 
     def speculation(self, answers: list[Answer], counted: VerifySteps) -> VerifySteps:
-        """Of a pass.
+        """Return the verify steps of a pass.
 
         Args:
-            counted: by `counted`, meanwhile.
+            counted: steps that `counted` reports for the time of the pass.
         """
         return sum((of_answer(a.verify_steps, a.tokens) for a in answers), VerifySteps()) - counted
 
@@ -303,7 +303,7 @@ def labelled(target: str | None, draft: str | None) -> str:
 
 
 def _device(machine: Mapping[str, Any]) -> str:
-    """What a server of vLLM computes on, by what it tells of its system."""
+    """Return the device of a server of vLLM, by its report of the system."""
     if machine["nvidia_gpu_models"]:
         return machine["nvidia_gpu_models"].splitlines()[0]
     lines = (line.partition(":") for line in (machine["cpu_info"] or "").splitlines())
@@ -312,7 +312,7 @@ def _device(machine: Mapping[str, Any]) -> str:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """What a choice of a completion or of a chat adds to the answer."""
+    """Return the text that a choice of a completion or of a chat adds to the answer."""
     delta = choice.get("delta") or choice
     keys = ("text", "content", "reasoning_content", "reasoning")
     return next((delta[key] for key in keys if delta.get(key)), "")

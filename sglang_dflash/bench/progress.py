@@ -1,4 +1,4 @@
-"""How far a run is, on stderr."""
+"""Progress of a run, on stderr."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _download(into: Path) -> None:
 
 
 def _unpack(folder: Path) -> None:
-    """What is needed of a wheel in `folder`; with uv there is none, but its files."""
+    """Unpack the needed files of a wheel in `folder`; with uv there is no wheel, but its files."""
     for wheel in folder.glob("*.whl"):
         with zipfile.ZipFile(wheel) as packed:
             for name in packed.namelist():

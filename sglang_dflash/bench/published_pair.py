@@ -181,7 +181,7 @@ def answered(
 
 
 def timed(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    """What it returns, and its seconds on the device."""
+    """Return the result of `run` and its seconds on the device."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(device)

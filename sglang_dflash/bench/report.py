@@ -19,14 +19,14 @@ from sglang_dflash.facts.server import NOT_KNOWN
 
 @dataclass
 class Measured:
-    """What a run has measured.
+    """The measurements of a run.
 
     Attributes:
         kept_prefixes: arms whose prefix cache could not be emptied between passes.
-        servers: what each arm's server tells of itself: `load.SGLang.describe`.
-        start_s: seconds from the start of a server until it served, of those that were started.
+        servers: description of each arm's server by itself: `load.SGLang.describe`.
+        start_s: seconds from the start of a server until it served, for servers started here.
         at_once: whether all servers ran at once.
-        near_ties: arm -> of the first of its answers that differs, if that can be told.
+        near_ties: arm -> the near-tie of its first answer that differs, if that can be told.
     """
 
     runs: Runs = field(default_factory=dict)
@@ -86,10 +86,10 @@ def row(passes: list[Pass]) -> dict[str, Any]:
 
 
 def is_within_noise(a: Sequence[float], b: Sequence[float]) -> bool | None:
-    """Whether two arms' values over rounds do not show a difference.
+    """Return whether two arms' values over rounds show no difference.
 
-    They do if their medians are farther apart than their two ranges (largest less smallest value)
-    together. None if there are fewer than `LEAST_ROUNDS` of either.
+    They show one if their medians are farther apart than their two ranges (largest less smallest
+    value) together. None if there are fewer than `LEAST_ROUNDS` of either.
     """
     if min(len(a), len(b)) < LEAST_ROUNDS:
         return None
@@ -124,14 +124,14 @@ def rows(runs: Runs) -> list[dict[str, Any]]:
 
 
 def dtypes(settings: BenchSettings, servers: Mapping[str, Mapping[str, str]]) -> set[str]:
-    """What the arms compute in: as their servers tell, or else as --dtype does."""
+    """Return the dtypes of the arms: as their servers report, or else as --dtype says."""
     asked = NOT_KNOWN if settings.dtype == "auto" else settings.dtype
     told = (one["dtype"] for one in servers.values())
     return {asked if dtype == NOT_KNOWN else dtype for dtype in told}
 
 
 def why_unequal(settings: BenchSettings, servers: Mapping[str, Mapping[str, str]]) -> str | None:
-    """Why outputs of the arms may differ; None if they must be equal."""
+    """Return why outputs of the arms may differ; None if they must be equal."""
     found = dtypes(settings, servers)
     if NOT_KNOWN in found:
         return "arms whose dtype is not known (--dtype names it)"
@@ -203,7 +203,7 @@ def _width(settings: BenchSettings, measured: Measured) -> str | None:
 
 
 def _outputs(settings: BenchSettings, measured: Measured, differing: dict[str, int] | None) -> str:
-    """What came of comparing outputs. `differing`: None if outputs were not compared."""
+    """Return the result of comparing outputs. `differing`: None if outputs were not compared."""
     if differing is None:
         return (
             f"acceptance is SIMULATED at {settings.simulated_acceptance:g} tokens per step: "
@@ -222,7 +222,7 @@ def _outputs(settings: BenchSettings, measured: Measured, differing: dict[str, i
 
 
 def sampling(settings: BenchSettings) -> str:
-    """How tokens are chosen, for reading."""
+    """Describe how tokens are chosen, for reading."""
     if not settings.temperature:
         return "greedy"
     how = [f"temperature {settings.temperature:g}"]
@@ -232,7 +232,7 @@ def sampling(settings: BenchSettings) -> str:
 
 
 def card(result: dict[str, Any]) -> list[str]:
-    """What was measured, on what and how, line by line."""
+    """Return the measurements, the machine and the settings, line by line."""
     sets = ", ".join(f"{count} of {name}" for name, count in result["prompts"].items())
     ratios = "ratios: of medians over rounds; ~ is within noise: the medians are no farther apart "
     ratios += "than the two ranges together"

@@ -47,23 +47,23 @@ class Program(Protocol):
     """A kind of server to start."""
 
     def command(self, port: int) -> list[str]:
-        """What starts one on that port of 127.0.0.1."""
+        """Return the command that starts a server on that port of 127.0.0.1."""
 
     def environment(self) -> dict[str, str]:
         """All environment variables of its process."""
 
     def serves(self, url: str, log: Path) -> bool:
-        """Whether it answers requests by now."""
+        """Return whether the server answers requests by now."""
 
     def trouble(self, how: str, log: Path) -> str:
-        """Why it does not serve, by its log.
+        """Return why the server does not serve, by its log.
 
         Args:
-            how: as the process shows it.
+            how: the process's state, as it reports it.
         """
 
     def endpoint(self, url: str) -> Endpoint:
-        """How it is asked."""
+        """Return the endpoint that requests go to."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def dtype_flags(dtype: str, accelerator: bool) -> dict[str, FlagValue]:
 
 
 def demo_dtype(is_hybrid: bool, accelerator: bool) -> str:
-    """What an embedded pair is served in: float32, to be exact, but where SGLang's Triton prefill
-    of Gated DeltaNet layers refuses it."""
+    """Return the dtype that an embedded pair is served in: float32, to be exact, but where SGLang's
+    Triton prefill of Gated DeltaNet layers refuses it."""
     return "bfloat16" if is_hybrid and accelerator else "float32"
 
 

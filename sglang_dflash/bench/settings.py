@@ -1,4 +1,4 @@
-"""What a benchmark is asked for. Loads without torch and `requests`: `--help` reads it."""
+"""Settings of a benchmark. Loads without torch and `requests`: `--help` reads it."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class BenchSettings:
 
     @property
     def verifies_whole_blocks(self) -> bool:
-        """Whether the arm dflash has a fixed width where a server on a CPU would be adaptive."""
+        """True if the arm dflash has a fixed width where a server on a CPU would be adaptive."""
         # With either of these its width is fixed by default, too.
         if self.temperature or self.simulated_acceptance is not None or self.base_url:
             return False
@@ -238,7 +238,7 @@ def made_folder(field: str, folder: Path) -> Path:
 
 
 def _check_served(settings: BenchSettings) -> None:
-    """Whether it is clear what is compared."""
+    """Check that the servers to compare are well defined."""
     if (settings.target is None) != (settings.draft is None) and not settings.base_url:
         required = "give {target} and {draft}, or neither for an embedded pair"
         raise ConfigError("draft", settings.draft, required)
@@ -272,7 +272,7 @@ def _check_served(settings: BenchSettings) -> None:
 
 
 def _check_vllm(settings: BenchSettings) -> None:
-    """Whether vLLM's arms and its environment go together."""
+    """Check that vLLM's arms and its environment go together."""
     asked = [arm for arm in settings.arms if arm in VLLM_ARMS]
     if asked and settings.vllm is None:
         required = f"missing; the arm {asked[0]} needs the Python of an environment with vLLM"

@@ -153,7 +153,7 @@ class VLLMConfig:
 
 
 def _cause(log: str) -> str | None:
-    """What a log of vLLM names as the cause of its end."""
+    """Return the cause of vLLM's end that its log names."""
     # What it refuses in its settings, in the words of pydantic; or else the first exception, since
     # later ones only tell that its other processes end.
     found = re.search(r"^ *Value error, (.+?)(?: \[type=.*)?$", log, re.M) or re.search(
