@@ -1,4 +1,4 @@
-"""What the size of a ring costs, on the `smollm2` pair, whose draft layers all slide.
+"""The cost of a ring's size, on the `smollm2` pair, whose draft layers all slide.
 
 With an entry per target slot, and with rings of 1, 1.25 and 2 times what running requests can see
 (the default is for one request more). First functions to continue, 1, 8 and 16 at a time, without a
@@ -57,7 +57,7 @@ def arms() -> dict[str, ServerConfig]:
 
 
 def serve(server: Server, options: Options) -> dict[str, Any]:
-    """Of one server: outputs, and what they took."""
+    """Return the outputs of one server, and what they took."""
     tokenizer = AutoTokenizer.from_pretrained(demo_pair(KIND).target)
     functions = "\n\n".join(prompt.turns[0] for prompt in stdlib_functions())
     ids = tokenizer(functions)["input_ids"]

@@ -67,7 +67,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Scene:
-    """What the tensors of a step hold, as far as it decides what is moved.
+    """The contents of a step's tensors that decide what is moved.
 
     Attributes:
         lengths: committed tokens of the requests.
@@ -120,7 +120,7 @@ def _slot_table(scene: Scene, args: Any, kwargs: Any) -> Traffic:
 
 
 def _block_attention(scene: Scene, args: Any, kwargs: Any) -> Traffic:
-    """Of the splits and of their merge."""
+    """Return the traffic of the splits and of their merge."""
     q, _, _, old, _, entries = args[:6]
     kv_heads, limit, sinks = old.shape[1], args[-1], kwargs["SINKS"]
     reach, splits = Reach(limit - sinks, sinks), args[9].shape[2] if kwargs["IS_SPLIT"] else 1
@@ -313,7 +313,8 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def replayed(geometry: TargetGeometry, requests: int) -> dict[str, list[Launch]]:
-    """What a verify forward and its commit launch for replay, half of each block accepted."""
+    """Return the launches of replay in a verify forward and its commit, half of each block
+    accepted."""
     from sglang_dflash.serving.hybrid.replay_pool import Recording
     from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay, ReplayOps
 

@@ -32,8 +32,9 @@ class Text:
     _found: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def match(self, at: int) -> tuple[int, int]:
-        """How many tokens before position `at` stood in the text before, up to `LONGEST_MATCH`, and
-        the position after them there: of the longest matches the latest one."""
+        """Return how many tokens before position `at` occurred earlier in the text, up to
+        `LONGEST_MATCH`, and the position after that occurrence: the longest match, and of equal
+        ones the latest."""
         if at not in self._found:
             places, length, best = np.flatnonzero(self.ids[: at - 1] == self.ids[at - 1]), 0, 0
             while len(places) and length < LONGEST_MATCH:

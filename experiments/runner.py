@@ -108,7 +108,7 @@ def experiments() -> dict[str, str]:
 
 
 def parser(name: str) -> argparse.ArgumentParser:
-    """Of one experiment's options."""
+    """Return the parser of one experiment's options."""
     module = importlib.import_module(f"experiments.{name}")
     found = argparse.ArgumentParser(
         prog=f"python -m experiments {name}",

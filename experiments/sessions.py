@@ -1,5 +1,5 @@
-"""How many requests of 65,536 tokens run at a time on one card: with SGLang's DFLASH worker, with
-ours, and without a draft. Computed by `sglang-dflash inspect`, not measured."""
+"""Number of requests of 65,536 tokens that run at a time on one card: with SGLang's DFLASH worker,
+with ours, and without a draft. Computed by `sglang-dflash inspect`, not measured."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""What coupled drafts are worth: acceptance length by temperature, in the loop over Transformers.
+"""Acceptance length of coupled drafts by temperature, in the loop over Transformers.
 
 The built-in chat prompts, on the `smollm2` pair, whose draft was not trained on them. Sampled with
-seeds, so the text of a prompt is the same in both arms; they differ in how it is drafted. `argmax`
-drafts the likeliest tokens, as for greedy requests, `coupled` follows the target's random numbers
-where that has guessed more, in this answer or an earlier one. If an answer differs, nothing is
-reported.
+seeds, so the text of a prompt is the same in both arms; only the drafts differ. `argmax` drafts the
+likeliest tokens, as for greedy requests, `coupled` follows the target's random numbers where that
+has guessed more, in this answer or an earlier one. If an answer differs, nothing is reported.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Row(NamedTuple):
 
 
 class Unfused(TritonOps):
-    """What is new with DFlash2, by torch's operations."""
+    """The operations that are new with DFlash2, in torch."""
 
     convolve, candidates, walk = TorchOps.convolve, TorchOps.candidates, TorchOps.walk
 

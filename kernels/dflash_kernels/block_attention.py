@@ -57,7 +57,7 @@ def _attend(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, SCALE):
 
 @triton.jit
 def _inside(m_seen, o_behind, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Of `m_seen`, the keys of the block that a query sees that far behind it."""
+    """Return `m_seen` without the keys of the block that a query does not see `o_behind` back."""
     if CAUSAL:
         m_seen &= o_behind >= 0
     if WINDOW > 0:

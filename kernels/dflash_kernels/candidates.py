@@ -92,11 +92,11 @@ def block(columns: int, k: int) -> int:
 
 
 def candidates(values: Tensor, columns: Tensor, logits: Tensor) -> None:
-    """Of each row the K largest logits in descending order, and their columns; of equal ones the
+    """Write each row's K largest logits in descending order, and their columns; of equal ones the
     lower column first. NaN is larger than all others.
 
     Args:
-        values: `[N, K]`, contiguous, written. K is at most `MOST` and V.
+        values: `[N, K]`, contiguous, written. K is at most `MOST` and at most V.
         columns: int64 `[N, K]`, contiguous, written.
         logits: `[N, V]`, rows of any stride.
     """

@@ -1,4 +1,4 @@
-"""What a request has already seen. Names as in `gated_delta_fold`.
+"""Kernels that search a request's text for its newest tokens. Names as in `gated_delta_fold`.
 
 Letters in shapes: R requests, S pieces of a text.
 """

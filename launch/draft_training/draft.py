@@ -173,8 +173,8 @@ class Vocabulary:
 def edge_logits(
     selector: CandidateSelector, hidden: Tensor, before: Tensor, tokens: Tensor
 ) -> Tensor:
-    """What the selector adds to the logits of `tokens` `[n]`, `[..., n]`, after the tokens `before`
-    `[...]`."""
+    """Return the selector's addition to the logits of `tokens` `[n]`, `[..., n]`, after the tokens
+    `before` `[...]`."""
     query = selector.predecessor_codebook[before] * selector.hidden_projection(hidden)
     return query @ selector.successor_codebook[tokens].T
 

@@ -37,12 +37,12 @@ CONTEXT = 512
 
 @dataclass
 class Recipe:
-    """What all stages share.
+    """Settings and state that all stages share.
 
     Attributes:
         work: folder of the state.
         target_folder, prompts, device, start: see `launch/train_draft.py`.
-        held_out: prompts by the name of their set.
+        held_out: set name -> its prompts.
         dtype: of all forwards; by default the fastest of the device.
     """
 
@@ -100,7 +100,7 @@ class Recipe:
         states.write_states(self.target, self.layers, self.work / "text", self.work / "states")
 
     def held_out_states(self) -> dict[str, states.States]:
-        """Of the target's greedy answers to held-out prompts, which it gives once."""
+        """Return the states of the target's greedy answers to held-out prompts, computed once."""
         folder, found = self.work / "held_out", {}
         folder.mkdir(exist_ok=True)
         author = text.Author(self.target, self.tokenizer, self.ends, loop_tokens=10**6)

@@ -1,4 +1,4 @@
-"""How a draft begins: its config.json, and weights from the target's last layers."""
+"""Initial state of a draft: its config.json, and weights from the target's last layers."""
 
 from __future__ import annotations
 

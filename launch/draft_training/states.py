@@ -1,4 +1,4 @@
-"""What the draft reads and learns from a text: the target's hidden states and likeliest tokens."""
+"""Inputs and labels of a draft from a text: the target's hidden states and likeliest tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class States:
     log_p: Tensor
 
     def to(self, device: torch.device) -> States:
-        """What batches are made of, on a device; begins and answers are read on the host."""
+        """Move the tensors of batches to a device; begins and answers are read on the host."""
         moved = {
             name: getattr(self, name).to(device) for name in ("ids", "hidden", "likely", "log_p")
         }
@@ -55,7 +55,7 @@ class States:
 def states_of(
     target: PreTrainedModel, layer_ids: Sequence[int], rows: Sequence[dict[str, Any]]
 ) -> States:
-    """Of texts with the keys `ids`, `answers` and `kind`."""
+    """Compute the states of texts with the keys `ids`, `answers` and `kind`."""
     lengths = torch.tensor([len(row["ids"]) for row in rows])
     begins = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
     total, of = int(begins[-1]), target.config.get_text_config()

@@ -105,7 +105,8 @@ def grams(text: str) -> set[tuple[str, ...]]:
 
 
 def is_turn(text: str) -> bool:
-    """Whether a text looks like what a user writes in English: the target writes others as well."""
+    """Return whether a text looks like what a user writes in English: the target writes others as
+    well."""
     plain = sum(char.isascii() for char in text)
     whole = text.count("```") % 2 == 0
     return len(words_of(text)) >= 3 and plain >= 0.98 * len(text) and whole
@@ -164,7 +165,7 @@ class Author:
             self._answer_next(asked, tokens)
 
     def _around_turn(self, messages: list[dict[str, str]]) -> list[str]:
-        """What the template has before and after a user's turn."""
+        """Return the template's text before and after a user's turn."""
         asked = [*messages, {"role": "user", "content": MARK}]
         how = {"tokenize": False, "add_generation_prompt": True}
         return self.tokenizer.apply_chat_template(asked, **how).split(MARK)

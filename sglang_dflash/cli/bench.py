@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def split(argv: list[str], _known: Collection[str]) -> tuple[list[str], list[str]]:
-    """What is parsed here, and the servers' flags, which are not."""
+    """Split the arguments into those parsed here and the servers' flags."""
     end = argv.index("--") if "--" in argv else len(argv)
     return argv[:end], argv[end + 1 :]
 

@@ -110,18 +110,18 @@ def examine(server: ServerInfo) -> list[Notice]:
 
 
 def _is_adaptive(server: ServerInfo) -> bool:
-    """Whether the server drafts as long as that pays."""
+    """Return whether the server drafts only as long as that pays."""
     return "adaptive" in server.values("width")
 
 
 def _settings(server: ServerInfo) -> Iterator[Notice]:
-    """What the server warned of when it started."""
+    """Yield the warnings that the server gave when it started."""
     for found in server.reports[0].get("warnings", ()) if server.reports else ():
         yield Notice(**found)
 
 
 def _worker(server: ServerInfo) -> Iterator[Notice]:
-    """Which worker serves."""
+    """Yield notices about the worker that serves."""
     algorithm, shown = server.algorithm, server.builtin_reasons
     if algorithm != "DFLASH":
         serves = f"--speculative-algorithm {algorithm}" if algorithm else server.worker
@@ -146,7 +146,7 @@ def _worker(server: ServerInfo) -> Iterator[Notice]:
 
 
 def _outputs(server: ServerInfo) -> Iterator[Notice]:
-    """What outputs and drafts are worth."""
+    """Yield notices about invalid outputs and drafts."""
     simulated = server.least("simulated_acceptance")
     if simulated is not None:
         yield Notice(

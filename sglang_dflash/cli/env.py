@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _worker(problem: str | None) -> tuple[str, str]:
-    """Which worker this installation gives a pair that ours can serve, and why.
+    """Return the worker that this installation gives a pair that ours can serve, and the reason.
 
     `problem`: why a server of this installation would end at start, or None.
     """

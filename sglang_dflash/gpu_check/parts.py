@@ -144,7 +144,8 @@ def _replayed(
     heads: int,
     dim: int,
 ) -> tuple[tuple[RecurrentLayers, VerifyInputs, Moves], Tensor]:
-    """What a verification has recorded of random layers, and states `[L, 2 R, HV, V, K]`."""
+    """Return the tensors that a verification records of random layers, and states `[L, 2 R, HV, V,
+    K]`."""
     value_heads, width = 3 * heads, 4
     channels = 2 * heads * dim + value_heads * dim
 
@@ -219,7 +220,7 @@ def _timed(
 
 
 def start(config: DraftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What recording the steps of 48 requests takes, as a server's start does: seconds, with
+    """Measure the recording of the steps of 48 requests, as in a server's start: seconds, with
     kernels that are not compiled yet and then with all of them, and memory of the graphs."""
     name = choose_attention(None, config, device, ATTENTION)
     model = random_model(config, device, dtype)

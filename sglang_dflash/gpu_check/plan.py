@@ -1,4 +1,4 @@
-"""What is run on a GPU: checks of every kernel, times of the draft side against their floor.
+"""The plan of a run on a GPU: checks of every kernel, times of the draft side against their floor.
 
 Parts, one after the other: bandwidth of a copy; the start-up check at published shapes; replay of
 recurrent layers against torch; kernels that read logits, by themselves; what a start takes; propose
@@ -49,7 +49,7 @@ class Options:
 
 
 class Part(NamedTuple):
-    """What a part measures, and the fewest bytes of its phases if it has any."""
+    """A measurement, and the fewest bytes of its phases if it has any."""
 
     run: Callable[[], dict[str, Any]]
     floors: dict[str, int] | None = None
@@ -122,7 +122,7 @@ def _run(part: Part) -> dict[str, Any]:
 
 
 def _timed(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What of a part has been timed."""
+    """Return the timed phases of a part."""
     return {name: of for name, of in found.items() if isinstance(of, dict) and "eager_ms" in of}
 
 

@@ -57,14 +57,14 @@ def milliseconds(device: torch.device, run: Callable[[], object]) -> float:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Of one run, on the host."""
+    """Return the seconds of one run, on the host."""
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
 
 
 def waits_for_the_device(run: Callable[[], object]) -> str | None:
-    """What makes the host wait in a run on CUDA, or None."""
+    """Return the cause for which the host waits in a run on CUDA; None if it does not wait."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -16,7 +16,8 @@ Parts = Mapping[str, Mapping[str, Any]]
 
 
 def wrong(parts: Parts) -> list[str]:
-    """Why our worker must not serve on this GPU: a part that failed, or waits for the device."""
+    """Return why our worker must not serve on this GPU: each part that failed, or waits for the
+    device."""
     found = [f"{name}: {part['failed']}" for name, part in parts.items() if "failed" in part]
     for name, part in parts.items():
         if part.get("host_waits"):

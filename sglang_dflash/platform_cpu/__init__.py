@@ -48,5 +48,5 @@ def activate() -> str | None:
 
 
 def is_active(platform: object) -> bool:
-    """Whether SGLang runs on our platform in this process."""
+    """Return whether SGLang runs on our platform in this process."""
     return f"{type(platform).__module__}.{type(platform).__qualname__}" == PLATFORM

@@ -56,7 +56,8 @@ class Piece:
     masks: dict[tuple[int, int | None, bool], Tensor] = field(default_factory=dict)
 
     def mask(self, groups: int, window: int | None, causal: bool, dtype: torch.dtype) -> Tensor:
-        """What is added to scores, `[R, 1, 1 or rows, C]`: 0, or -inf for what is not seen.
+        """Return the mask that is added to scores, `[R, 1, 1 or rows, C]`: 0, or -inf for what is
+        not seen.
 
         The rows are g x n, `groups` of the queries, and those that `few_rows` adds.
         """
@@ -85,7 +86,7 @@ def few_rows(rows: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Whose tokens a forward computes: request by request, their table rows, tokens before, and
+    """The tokens that a forward computes, request by request: their table rows, tokens before, and
     tokens of the forward."""
 
     requests: Tensor

@@ -49,7 +49,7 @@ def back_up(
 
 
 def _places(host: Any, indices: Tensor) -> tuple[Tensor, ...]:
-    """Where tokens lie in a layer of the host pool. In one layout pages are an axis."""
+    """Return the index of tokens in a layer of the host pool. In one layout pages are an axis."""
     if host.layout == "page_first_direct":
         return indices // host.page_size, indices % host.page_size
     return (indices,)

@@ -74,11 +74,11 @@ def pack_model(model: nn.Module, asked: str) -> None:
 
 
 class _Packs:
-    """What both methods share: the weight is packed after each loading.
+    """Packing that both methods share: the weight is packed after each loading.
 
     Args:
         float16: keep float32 weights in 16 bits.
-        keeps: whether the weight stays beside the packed one.
+        keeps: whether the weight is kept beside the packed one.
     """
 
     def __init__(self, float16: bool, keeps: bool) -> None:
@@ -104,7 +104,7 @@ class _Packs:
 
 
 class PackedLinearMethod(_Packs, UnquantizedLinearMethod):
-    """Of a linear layer."""
+    """Linear method of a layer with a packed weight."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         packed = layer.__dict__.get("packed_weight")
@@ -112,7 +112,7 @@ class PackedLinearMethod(_Packs, UnquantizedLinearMethod):
 
 
 class PackedHeadMethod(_Packs, UnquantizedEmbeddingMethod):
-    """Of an lm_head."""
+    """Embedding method of an lm_head with a packed weight."""
 
 
 def head_logits(original: Any, processor: Any, hidden: Tensor, lm_head: Any, *args: Any,

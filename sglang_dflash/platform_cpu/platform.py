@@ -28,12 +28,12 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """What SGLang has no flag against.
+        """Set the defaults that SGLang has no flag for.
 
         A scheduler without requests sleeps, as with `--sleep-on-idle`: one that polls takes a core
-        from all that runs beside it. And none overlaps, as with `--disable-overlap-schedule`: a CPU
-        computes a step while the scheduler waits, so overlap only sends each token a step later,
-        and runs a step too many for each request.
+        from all that runs beside it. Steps do not overlap, as with `--disable-overlap-schedule`: a
+        CPU computes a step while the scheduler waits, so overlap only sends each token a step
+        later, and runs a step too many for each request.
         """
         server_args.sleep_on_idle = True
         if os.environ.get(OVERLAP) != "1":

@@ -73,7 +73,7 @@ def share_cores(**_: Any) -> None:
 
 
 def gather_on_cpu(group: Any, output: torch.Tensor, input: torch.Tensor) -> None:
-    """What SGLang's custom operator does, called directly."""
+    """Call the body of SGLang's custom operator directly."""
     group._all_gather_into_tensor(output, input)
 
 

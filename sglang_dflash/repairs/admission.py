@@ -101,7 +101,7 @@ def _budget(scheduler: Any) -> PrefillBudget | None:
 
 
 def _reserves_answer(scheduler: Any, request: Any) -> bool:
-    """Whether `PrefillAdder.add_one_req_ignore_eos` judges the request."""
+    """Return whether `PrefillAdder.add_one_req_ignore_eos` judges the request."""
     return request.sampling_params.ignore_eos and _has_no_prefixes(scheduler)
 
 

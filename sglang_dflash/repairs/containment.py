@@ -150,11 +150,11 @@ def unserved(scheduler: Any) -> str | None:
 
 
 class Failure(NamedTuple):
-    """What a failed step was doing.
+    """The requests and phase of a failed step.
 
     Attributes:
-        requests: of which one or more may have caused it.
-        prefills: whether it was the first step of all of them.
+        requests: those of which one or more may have caused the failure.
+        prefills: whether it was the first step of all these requests.
     """
 
     requests: list[Any]
@@ -291,7 +291,8 @@ class Containment:
         self._before = []
 
     def _admitted(self) -> list[Any] | None:
-        """Who may be scheduled; None for all. Ends a probation that all have passed."""
+        """Return the requests that may be scheduled; None for all. Ends a probation that all have
+        passed."""
         found = recovery.in_flight(self._scheduler, []) if self._probation is not None else []
         while self._probation is not None and self._probation.passed(found):
             was_alone = self._probation.is_alone
@@ -304,7 +305,7 @@ class Containment:
         return None if self._probation is None else self._probation.admitted
 
     def _judge(self, suspects: list[Any], prefills: bool, error: Exception) -> list[Any]:
-        """Who is ended now. Others of the failed step are put on probation."""
+        """Return the requests to end now. Others of the failed step are put on probation."""
         probation = self._probation
         if not suspects:
             return []  # The one that failed has finished: it is sent, or ended, by itself.

@@ -1,8 +1,9 @@
-"""Which of several requests makes a step fail.
+"""Search for the request, of several, that makes a step fail.
 
 While others wait, each suspect is tried alone, the newest first, until it is past the point of
-failure. One with which a step fails twice is guilty. If none does, they are tried together: what
-failed was no request's fault, or fails with some of them together, and then the newest of these is.
+failure. A request with which a step fails twice is guilty. If there is none, they are tried
+together: the failure was no request's fault, or needs some of them together, and then the newest of
+these is guilty.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Probation:
         return None
 
     def passed(self, in_flight: Sequence[Any]) -> bool:
-        """Whether all who are admitted are past the point of failure, have finished or are gone."""
+        """Return whether all admitted requests are past the point of failure, have finished or are
+        gone."""
         return all(
             request.finished() or len(request.output_ids) >= until or request not in in_flight
             for request, until in zip(self.admitted, self._until, strict=True)

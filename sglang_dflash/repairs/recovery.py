@@ -171,7 +171,7 @@ def _deliver(scheduler: Any, request: Any) -> bool:
 
 
 def _lost(scheduler: Any, request: Any) -> str | None:
-    """Why a request cannot be continued, or None. Builds its grammar as of its output."""
+    """Return why a request cannot be continued, or None. Builds its grammar as of its output."""
     output = len(request.output_ids)
     what = None
     if request.beam_group is not None:

@@ -1,4 +1,4 @@
-"""How many tokens an answer of `/v1/responses` may have."""
+"""The largest number of tokens of an answer of `/v1/responses`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""What a front end gets of a streamed answer: the events of `TokenizerManager.generate_request`.
+"""The events of a streamed answer that a front end gets: those of
+`TokenizerManager.generate_request`.
 
-An event has what the scheduler had to send since the last one: one token of plain decoding, a block
-of a server with drafts, more if a client reads slowly or with --stream-interval. Some front ends do
-not stand that. The rows mark their requests with a function that makes other events of these.
+An event has all that the scheduler has sent since the last one: one token of plain decoding, a
+block of a server with drafts, more if a client reads slowly or with --stream-interval. Some front
+ends fail on more than one token. The rows mark their requests with a function that makes other
+events of these.
 """
 
 from __future__ import annotations

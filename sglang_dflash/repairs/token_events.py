@@ -18,11 +18,11 @@ COUNTS = ("completion_tokens", "output_token_logprobs_length", "output_token_sam
 
 
 class TokenEnds:
-    """Where the text of each token of an answer ends, if SGLang's detokenizer gets every token
-    alone: part of a character adds nothing, and the token that completes it adds all of it.
+    """The ends of each token's text in an answer, as if SGLang's detokenizer got every token alone:
+    part of a character adds nothing, and the token that completes it adds all of it.
 
     Attributes:
-        sent: characters that it has sent.
+        sent: characters that the detokenizer has sent.
         is_whole: whether the text ends with a whole character.
     """
 

@@ -1,1 +1,1 @@
-"""How we patch SGLang: one row per change, checked before it is applied."""
+"""Patches of SGLang: one row per change, checked before it is applied."""

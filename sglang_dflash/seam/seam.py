@@ -34,7 +34,7 @@ class SeamError(SystemExit):
 
 
 class Kind(Enum):
-    """How a row changes its target.
+    """The way in which a row changes its target.
 
     The first four are SGLang's hook types (`sglang.srt.plugins.hook_registry.HookType`). ASSIGN
     sets an attribute, PROPERTY a property of a class, which our function computes.
@@ -82,7 +82,7 @@ class Seam:
 
     @property
     def value(self) -> Any:
-        """What is registered or assigned."""
+        """The value that is registered or assigned."""
         return Lazy(self.ours) if isinstance(self.ours, str) else self.ours
 
 
@@ -168,12 +168,12 @@ def verify(rows: Iterable[Seam]) -> None:
 
 
 def any_in_place(rows: Iterable[Seam]) -> bool:
-    """Whether the plugin that installs the rows has run in this process."""
+    """Return whether the plugin that installs the rows has run in this process."""
     return any(map(_in_place, rows))
 
 
 def is_loaded(plugin: str) -> bool:
-    """Whether the plugin of that name has hooks in this process."""
+    """Return whether the plugin of that name has hooks in this process."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     hooks = (hook for target in HookRegistry._hooks.values() for hook in target)
@@ -243,7 +243,8 @@ def _current(row: Seam) -> Any:
 
 
 def _in_place(row: Seam) -> bool:
-    """Whether this row, and not an equal change of another party, was applied or registered."""
+    """Return whether this row, and not an equal change by another plugin, was applied or
+    registered."""
     if row.kind.is_hook:
         return (row.kind.value, row.value) in [(kind, hook) for kind, hook, _ in _hooks(row)]
     try:

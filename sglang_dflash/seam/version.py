@@ -17,7 +17,7 @@ def needed() -> str:
 
 
 def unsupported() -> str | None:
-    """Why our plugins do nothing with the installed SGLang, or None."""
+    """Return why our plugins do nothing with the installed SGLang, or None."""
     try:
         found = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -28,10 +28,10 @@ def unsupported() -> str | None:
 
 
 def supported(what: str) -> bool:
-    """Whether the installed SGLang is the pinned one; logs an error that names both if not.
+    """Return whether the installed SGLang is the pinned one; logs an error that names both if not.
 
     Args:
-        what: what is left out otherwise, for the message.
+        what: the part that is left out otherwise, for the message.
     """
     problem = unsupported()
     if problem is not None:

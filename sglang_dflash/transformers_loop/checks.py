@@ -1,4 +1,4 @@
-"""What callers of `spec_generate` hand in, checked before anything runs."""
+"""Checks of the arguments of `spec_generate`, before anything runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def dtype_named(field: str, name: str | torch.dtype) -> torch.dtype:
 
 
 def check_pair(draft: DraftModel, target: Any) -> None:
-    """Whether the two models can run together.
+    """Check that the two models can run together.
 
     Raises:
         ConfigError: one of them is not a loaded model, they differ in dtype or device, the target

@@ -51,11 +51,11 @@ class Generation:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the target picks its tokens: with noise from a hash, as SGLang's seeded sampler does. A
+    """The target's choice of tokens: with noise from a hash, as SGLang's seeded sampler does. A
     text depends on its prompt, these values and the logits, and not on how it is drafted.
 
     Attributes:
-        temperature: 0 is greedy, and the others have no effect.
+        temperature: 0 is greedy, and the other attributes have no effect.
         top_k: tokens that are kept; 0 keeps all.
         top_p: probability mass that is kept.
         seed: drawn from torch's generator by default.
@@ -93,7 +93,7 @@ class Sampler:
         return (p_target.double().log() + gumbel(seed, positions[:, None], ids)).argmax(-1)
 
     def noise(self, length: Tensor) -> BlockNoise | None:
-        """Of a block whose bonus token is at `length` int64 `[1]`."""
+        """Return the noise of a block whose bonus token is at `length` int64 `[1]`."""
         if self.temperature == 0:
             return None
         temperatures = torch.full_like(length, self.temperature, dtype=torch.float32)

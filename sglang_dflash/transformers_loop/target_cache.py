@@ -1,4 +1,4 @@
-"""What DFlash needs of a Hugging Face target: hidden states, and a cache with rollback."""
+"""Adapter of a Hugging Face target for DFlash: hidden states, and a cache with rollback."""
 
 from __future__ import annotations
 

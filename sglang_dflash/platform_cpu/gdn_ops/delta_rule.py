@@ -161,7 +161,7 @@ def fused_sigmoid_gating_delta_rule_update(
 
 
 class Inputs(NamedTuple):
-    """What the recurrence reads: q, k `[T, HV, K]`, v `[T, HV, V]`, g, beta `[T, HV]`."""
+    """Inputs of the recurrence: q, k `[T, HV, K]`, v `[T, HV, V]`, g, beta `[T, HV]`."""
 
     q: Tensor
     k: Tensor
