@@ -1,4 +1,5 @@
-"""Imports point one way, by the table in docs/architecture.md; files and functions stay small."""
+"""Imports point one way, by the table in docs/architecture.md; files and functions stay small;
+docstrings begin with a sentence or a noun phrase."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ OTHERS = [
 Node = TypeVar("Node", bound=ast.AST)
 TORCH_FREE = ("facts", "inspect", "seam", "cli")
 ADAPTER = ("plugin", "seams", "given_flags", "draft_updates", "start.flags")
+CLAUSE = re.compile(r"(Of|What|Whether|How|Which|Where|Why|Whose|When|Who)\b")
 
 
 @functools.cache
@@ -156,6 +158,18 @@ def test_files_and_functions_stay_small() -> None:
         if (node.end_lineno or 0) - node.lineno >= 60
     ]
     assert not long_files and not long_functions
+
+
+def test_docstrings_begin_with_a_sentence_or_a_noun() -> None:
+    """Refuse clauses whose head the reader has to supply, such as "Whether it is live"."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    paths = [*FILES, *(path for path in OTHERS if ROOT / "tests" not in path.parents)]
+    assert not [
+        f"{name_of(path)}:{getattr(node, 'lineno', 1)}"
+        for path in paths
+        for node in parsed(path)[1]
+        if isinstance(node, documented) and CLAUSE.match(ast.get_docstring(node) or "")
+    ]
 
 
 def is_stateless(target: ast.expr, value: ast.expr | None) -> bool:
