@@ -101,7 +101,7 @@ def end_in_one_line(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def explained(parser: argparse.ArgumentParser, message: str) -> list[str]:
-    """What argparse says, in our words: up to three lines.
+    """Return argparse's message in our words: up to three lines.
 
     Args:
         message: of `ArgumentParser.error`.

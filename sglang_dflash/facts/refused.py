@@ -53,7 +53,8 @@ def asked_block(settings: Any) -> int | None:
 
 
 def why_not_adaptive(settings: Any, device: str) -> str | None:
-    """Why the width cannot be adaptive with these settings, and what to give instead; or None."""
+    """Return why the width cannot be adaptive with these settings, and what to give instead; None
+    if it can."""
     if settings.enable_deterministic_inference:
         return (
             "depends on how long steps take, and --enable-deterministic-inference is given; give "
@@ -75,6 +76,7 @@ def why_not_adaptive(settings: Any, device: str) -> str | None:
 
 
 def _verifies_with_flashinfer(settings: Any) -> bool:
-    """Whether recurrent layers would, by SGLang's rule (layers/attention/linear/utils.py)."""
+    """Return whether recurrent layers verify with FlashInfer, by SGLang's rule
+    (layers/attention/linear/utils.py)."""
     decode = settings.linear_attn_decode_backend or settings.linear_attn_backend
     return (settings.linear_attn_verify_backend or decode) == "flashinfer"

@@ -181,7 +181,7 @@ class ServerInfo:
 
     @property
     def break_even_at_least(self) -> float | None:
-        """What break-even is not below on a server that always drafts; None if it is not known."""
+        """A lower bound of break-even on a server that always drafts; None if it is not known."""
         enough = self.reports and self.reports[0].get("decode_steps", 0) >= ENOUGH_STEPS
         # Others have plain steps among those that are timed.
         always = set(self.values("width")) == {"fixed"}

@@ -84,7 +84,7 @@ class Launch(NamedTuple):
 
 
 def is_launch(words: Sequence[str]) -> bool:
-    """Whether the target is given as a server takes it."""
+    """Return whether the target is given as a server takes it."""
     return any(word.partition("=")[0] in ("--model-path", "--model") for word in words)
 
 
