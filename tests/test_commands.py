@@ -17,6 +17,7 @@ from sglang_dflash import cli
 from sglang_dflash.bench import datasets, published
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.facts.command_line import given
+from sglang_dflash.facts.origin import published_draft
 from tests.commands import ROOT, Printed, commands
 
 ENGINE = "tests/engine/test_as_installed.py::"
@@ -64,7 +65,9 @@ def parsed_by_sglang(command: Printed) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     args = prepare_server_args(arguments)
-    assert args.speculative_algorithm == "DFLASH" and args.speculative_draft_model_path
+    assert args.speculative_algorithm == "DFLASH"
+    # Without one, the draft that is published for the target serves.
+    assert args.speculative_draft_model_path or published_draft(args.model_path)
 
 
 def script_is_valid(command: Printed) -> None:

@@ -208,6 +208,12 @@ class _Random:
         return torch.randint(low, high, shape, generator=self._generator).to(self.device)
 
 
+def _used(lengths: Tensor, seen: Tensor) -> Sequence[Tensor]:
+    """Return matches and what followed them, zeros where the match is too short to be used."""
+    is_match = lengths >= SHORTEST_MATCH
+    return lengths.where(is_match, 0), seen.where(is_match[:, None], 0)
+
+
 def _cases(model: DraftModel, block: int, verify_block: int) -> Cases:
     """Each run has copies: operations may overwrite."""
     config, layers, draw = model.config, cast(Sequence[Any], model.layers), _Random(model)
@@ -247,13 +253,6 @@ def _cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         tags = Tags(entry_of, owner, in_use)
         return ops.slot_table(requests, WHOLE_CONTEXT, tags), in_use
 
-    def seen_before(ops: TorchOps) -> Sequence[Tensor]:
-        newest = drafts[:, 0].contiguous()
-        lengths, seen = ops.seen_before(newest, texts, requests, verify_block - 1)
-        # Shorter matches are not used.
-        is_match = lengths >= SHORTEST_MATCH
-        return lengths.where(is_match, 0), seen.where(is_match[:, None], 0)
-
     cases: Cases = {
         "add_rms_norm": lambda ops: ops.add_rms_norm(
             x.clone(), residual.clone(), layer.input_layernorm.weight, eps
@@ -268,7 +267,9 @@ def _cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         # Of scores that are equal but for rounding, either token is right.
         "largest": lambda ops: ops.largest(logits, noise, 0)[:1],
         "accept": lambda ops: ops.accept(drafts, target),
-        "seen_before": seen_before,
+        "seen_before": lambda ops: _used(
+            *ops.seen_before(drafts[:, 0].contiguous(), texts, requests, verify_block - 1)
+        ),
     }
     return cases | _dflash2_cases(model, block)
 

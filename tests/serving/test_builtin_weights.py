@@ -76,7 +76,8 @@ LOST: dict[str, tuple[Change, str]] = {
         renamed(
             "candidate_selector.successor_codebook", "candidate_selector.successor_codebook.weight"
         ),
-        "candidate_selector.successor_codebook of SGLang.*reads.*successor_codebook.weight of the draft",
+        "candidate_selector.successor_codebook of SGLang.*reads"
+        ".*successor_codebook.weight of the draft",
     ),
 }
 
