@@ -59,7 +59,8 @@ def _known(speaker: str) -> str:
 
 
 def _message(one: Mapping[str, Any]) -> Message:
-    """As a chat template reads it: text content, and arguments of calls that are no strings."""
+    """Convert a message to the form of chat templates: text content, and call arguments that are
+    not strings."""
     role = "system" if one["role"] == "developer" else one["role"]
     if role not in ("system", "user", "assistant", "tool"):
         raise ValueError(f"role {role!r}: system, user, assistant or tool is required")

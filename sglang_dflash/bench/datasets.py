@@ -344,7 +344,7 @@ def token_encoder(
 
 
 def _as_it_is(prompt: Prompt, answers: list[str]) -> Input:
-    """For a server that applies its own chat template."""
+    """Pass on texts or messages to a server that applies its own chat template."""
     if prompt.tools:
         required = "conversations with tools are sent as token ids, to SGLang servers"
         raise ConfigError("dataset_file", required=required)

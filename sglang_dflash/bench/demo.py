@@ -71,8 +71,8 @@ def prompts_of(pair: DemoPair) -> list[tuple[str, Prompt]]:
 
 
 def config_of(pair: DemoPair, *, dflash: bool, on_gpu: bool) -> ServerConfig:
-    """The chat pair is served as it is to users; those that have memorized their text in whole
-    blocks."""
+    """Configure a demo server: the chat pair is served with the defaults of users, pairs that have
+    memorized their text in whole blocks."""
     config = demo_config(pair, dflash=dflash, accelerator=on_gpu)
     return config.without_flags("--speculative-dflash-width") if pair.kind == KIND else config
 

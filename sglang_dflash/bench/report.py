@@ -192,7 +192,7 @@ def summarize(
 
 
 def _width(settings: BenchSettings, measured: Measured) -> str | None:
-    """In words, that the arm dflash is not what a server is by default; None if it is."""
+    """Say in words that the arm dflash does not have a server's default width; None if it has."""
     is_cpu = any(one["device"].startswith("CPU") for one in measured.servers.values())
     if not (is_cpu and settings.verifies_whole_blocks):
         return None

@@ -60,7 +60,7 @@ def version_of(python: str, accelerator: bool) -> str:
 
 
 def threads() -> int:
-    """That compute on a CPU: as many as those of SGLang on the plain-CPU platform."""
+    """Number of compute threads on a CPU, as many as SGLang's on the plain-CPU platform."""
     return max(1, (os.cpu_count() or 1) - 1)
 
 

@@ -208,7 +208,7 @@ class GraphedDrafter:
         return Key(size, columns)
 
     def _key_of_commit(self, tokens: int) -> Key | None:
-        """For the tokens of a whole batch."""
+        """Return the key of a commit of a whole batch's tokens."""
         size = _next(self._buckets, -(-tokens // self._drafter.verify_block))
         return None if size is None else Key(size, 0)
 

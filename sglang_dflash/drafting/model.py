@@ -38,7 +38,7 @@ Finish = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 class Unchanged(nn.Module):
-    """Around a sublayer of DFlash v1: nothing."""
+    """Identity in place of DFlash2's convolution around a sublayer, for DFlash v1."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Finish]:
         """The sublayer's input `[..., B, E]`, and what makes its output of the sublayer's."""
@@ -289,8 +289,8 @@ class DraftModel(nn.Module):
         return self
 
     def join_again(self) -> None:
-        """After weights have changed in place: what `freeze` and `pack` have made of them, in the
-        memory that recorded steps read."""
+        """Rebuild what `freeze` and `pack` have made of the weights after these have changed in
+        place, in the memory that recorded steps read."""
         if self._joined is None:
             return
         weight, bias, norms = self._joined

@@ -31,7 +31,7 @@ RECURRENT_ROLLBACKS = ("auto", "replay", "snapshot")
 
 
 class Notice(NamedTuple):
-    """A setting that is served and hardly meant.
+    """A setting that is accepted but probably a mistake.
 
     Attributes:
         name: does not change between versions.

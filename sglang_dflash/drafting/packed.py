@@ -36,7 +36,7 @@ class Packed(Protocol):
 
 
 class OneDnn:
-    """In the weight's own dtype, float32 or bfloat16, laid out by oneDNN."""
+    """A weight in its own dtype, float32 or bfloat16, laid out by oneDNN."""
 
     def __init__(self, weight: Tensor) -> None:
         # In bfloat16 the layout for one row is the one that is the same for all numbers of rows.
@@ -56,7 +56,7 @@ class OneDnn:
 
 
 class Float16:
-    """In float16 by FBGEMM, for float32 rows; sums are float32.
+    """A weight in float16 by FBGEMM, for float32 rows; sums are float32.
 
     A bfloat16 weight is exact in float16 from 6e-5 on; a smaller one is off by 3e-8 at most.
     """
@@ -123,7 +123,7 @@ def pack_again(weight: Tensor, float16: bool) -> Packed:
 
 
 class PackedLinear(nn.Module):
-    """In place of an `nn.Linear` that is not trained any more.
+    """Replacement of an `nn.Linear` whose training is over, with a packed weight.
 
     Args:
         float16: as it was packed (`pack`).

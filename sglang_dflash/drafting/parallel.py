@@ -47,7 +47,8 @@ class TensorParallel:
         return share_of_rank(f"draft's {name}", total, self.size)
 
     def kv_heads(self, total: int) -> int:
-        """As `shard_size`, but 1 if there are more ranks than heads and each head has replicas."""
+        """Heads per rank, like `shard_size`, but 1 with more ranks than heads: heads then have
+        replicas."""
         return kv_heads_of_rank("draft", total, self.size)
 
 

@@ -275,7 +275,7 @@ def _cases(model: DraftModel, block: int, verify_block: int) -> Cases:
 
 
 def _dflash2_cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Any]]:
-    """As `_cases`, of a convolution and a selector; empty for a draft without."""
+    """Cases of a convolution and a selector, like `_cases`; empty for a draft without them."""
     config, draw = model.config, _Random(model)
     cases: dict[str, Callable[[TorchOps], Any]] = {}
     convolution, selector = config.convolution, config.selector

@@ -67,8 +67,8 @@ class Lookup:
         self.texts[rows, positions] = tokens.clamp(max=_NO_TOKEN).int()
 
     def fill(self, drafted: Tensor, requests: RequestSlots, width: int) -> Tensor:
-        """The block that a step verifies, int64 `[R, W]`: the draft's, or what the text has held.
-        After a draft's last token there is a token that is hardly accepted.
+        """Return the block that a step verifies, int64 `[R, W]`: the draft's, or what the text has
+        held. Positions after a draft's last token have a token that is rarely accepted.
 
         Args:
             drafted: int64 `[R, B]`, the bonus tokens and the draft's.

@@ -186,8 +186,8 @@ def _vocabulary(model: DraftModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def reload(model: DraftModel, tensors: Mapping[str, Tensor]) -> None:
-    """Replace weights of a frozen network by tensors that `check_new` has accepted: in place, as
-    recorded steps read that memory; what is packed is packed anew."""
+    """Replace weights of a frozen network in place by tensors that `check_new` has accepted, as
+    recorded steps read that memory. Packed weights are packed again."""
     config, tp = model.config, model.tp
     for ours, parts in layout(config).items():
         if not any(part.name in tensors for part in parts):

@@ -76,7 +76,7 @@ class WidthPolicy:
         """
 
     def report(self) -> Mapping[str, Any]:
-        """For /server_info."""
+        """Return the figures that /server_info shows."""
         return {"width": "fixed"}
 
 
@@ -147,7 +147,7 @@ class StepSeconds:
         self._surprise: dict[int, float] = {}
 
     def record(self, place: Place, width: int, seconds: float) -> bool:
-        """Take in a measurement; whether it is to be repeated, because it is a surprise."""
+        """Record a measurement, and return whether to repeat it because it is a surprise."""
         ratio = seconds / self.at(place).get(width, seconds)
         is_surprise = not _alike(ratio, 1.0)
         is_change = is_surprise and _alike(ratio, self._surprise.get(width, 0.0))
@@ -164,8 +164,8 @@ class StepSeconds:
         return is_surprise
 
     def at(self, place: Place) -> Mapping[int, float]:
-        """By width. What was not measured there is in proportion to the nearest place that has it;
-        nothing if no place has."""
+        """Return the seconds of a step by width. Widths without a measurement here are scaled from
+        the nearest place with one, and left out if there is none."""
         known = self._medians.get(place, {})
         if len(known) == len(self._widths):
             return known

@@ -178,8 +178,8 @@ def read_quantization(fields: Fields) -> Quantization | None:
 
 
 def with_quantization(raw: Mapping[str, Any], folder: str | Path) -> Mapping[str, Any]:
-    """A parsed config.json with what ModelOpt may write beside it, in a file of its own, which
-    counts if the config has nothing of the kind. Raises ConfigError."""
+    """Add what ModelOpt may write beside a config.json, in a file of its own, to the parsed config,
+    unless the config itself declares a quantization. Raises ConfigError."""
     file = Path(folder) / "hf_quant_config.json"
     if any(raw.get(name) not in _NEUTRAL for name in NAMES) or not file.is_file():
         return raw
@@ -224,7 +224,7 @@ def _modelopt(own: Fields, method: str) -> list[Declared]:
 
 
 def _modelopt_fields(own: Fields) -> Mapping[str, Any]:
-    """Those of `hf_quant_config.json` are one level deeper."""
+    """Return ModelOpt's fields; those of `hf_quant_config.json` are one level deeper."""
     return _object(own.get("quantization")) or own.values
 
 

@@ -109,8 +109,8 @@ class ServerInfo:
 
     @property
     def acceptance_length(self) -> float | None:
-        """So far, of all ranks; None without a verify step. Of another worker SGLang's own figure,
-        since its last log line."""
+        """Acceptance length of all ranks so far; None without a verify step. For another worker,
+        SGLang's own figure since its last log line."""
         if not self.reports:
             lengths = [state.get("avg_spec_accept_length") for state in self.states]
             return min((x for x in lengths if x), default=None)
@@ -119,8 +119,8 @@ class ServerInfo:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """So far, of all ranks, steps without drafts included; None before, or if another worker
-        serves."""
+        """Tokens per step of all ranks so far, steps without drafts included; None before the
+        first, or if another worker serves."""
         steps = self.verify_steps + sum(self.values("undrafted_steps"))
         tokens = sum(self.values("committed_tokens")) + sum(self.values("undrafted_tokens"))
         return tokens / steps if steps else None
@@ -158,7 +158,8 @@ class ServerInfo:
 
     @property
     def plainly(self) -> str | None:
-        """In words, that drafts do not pay and are left out, as an adaptive width does; or None."""
+        """A sentence that drafts do not pay and are left out, as an adaptive width does; or
+        None."""
         undrafted, length = sum(self.values("undrafted_steps")), self.acceptance_length
         steps, widths = undrafted + self.verify_steps, self.values("width_steps")
         # Steps of grammars and logit processors have no drafts either, and another width.
@@ -176,7 +177,7 @@ class ServerInfo:
 
     @property
     def break_even(self) -> list[break_even.BreakEven]:
-        """From which acceptance length drafts pay; empty if the server measures no plain steps."""
+        """Acceptance lengths from which drafts pay; empty if the server measures no plain steps."""
         return break_even.measured(self.reports[0]) if self.reports else []
 
     @property
@@ -191,7 +192,7 @@ class ServerInfo:
 
     @property
     def losing(self) -> str | None:
-        """In words, that drafts cannot pay on a server that always drafts; or None."""
+        """A sentence that drafts cannot pay on a server that always drafts; or None."""
         bound, length = self.break_even_at_least, self.acceptance_length
         enough = self.verify_steps >= ENOUGH_STEPS
         if bound is None or length is None or length >= bound or not enough:
@@ -202,8 +203,8 @@ class ServerInfo:
         )
 
     def break_even_line(self) -> str | None:
-        """From which acceptance length drafts pay, or that this is not known; None of a server
-        without our worker, and of one that has just started."""
+        """The acceptance length from which drafts pay, in words, or that it is not known; None for
+        a server without our worker, and for one that has just started."""
         if not self.reports or self.reports[0].get("decode_steps", 0) < ENOUGH_STEPS:
             return None
         if self.break_even:

@@ -133,7 +133,8 @@ def share_of_rank(what: str, total: int, ranks: int) -> int:
 
 
 def kv_heads_of_rank(model: str, heads: int, ranks: int) -> int:
-    """With fewer heads than ranks each rank has one, and some have the same.
+    """Return the K/V heads of a rank. With fewer heads than ranks each rank has one, and some share
+    it.
 
     Raises:
         ConfigError: neither number divides the other.

@@ -9,7 +9,8 @@ from sglang_dflash.facts.fields import Fields
 def read_target_layer_ids(
     fields: Fields, num_target_layers: int | None, depth: int
 ) -> tuple[int, ...]:
-    """Those that a draft's config.json names, else the default ones. Raises ConfigError."""
+    """Return the layers that a draft's config.json names, else the default ones. Raises
+    ConfigError."""
     if "target_layer_ids" in fields:
         return fields.layer_ids("target_layer_ids", num_target_layers)
     if num_target_layers is None:

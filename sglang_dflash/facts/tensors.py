@@ -220,8 +220,8 @@ def check_tensors(
 def plain_tensors(
     config: DraftConfig, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Those that a draft has a use for, as if no module were quantized or fused with others. Raises
-    ConfigError if a quantized module lacks a tensor."""
+    """Return the tensors that a draft uses, as if no module were quantized or fused with others.
+    Raises ConfigError if a quantized module lacks a tensor."""
     plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(HARMLESS)}
     plain = _dequantized(config, plain)
     for name, parts in fused_tensors(config).items():

@@ -58,7 +58,8 @@ def _has_4bit_draft_kv(settings: Any, _: str | None) -> bool:
 
 
 def _has_quantized_draft(settings: Any, _: str | None) -> bool:
-    """If none was asked for, SGLang notes the target's quantization as the draft's."""
+    """Return whether the draft's quantization was asked for. If not, SGLang notes the target's as
+    the draft's."""
     explicit = settings._speculative_draft_quantization_explicitly_set
     return bool(explicit and settings.speculative_draft_model_quantization)
 

@@ -106,7 +106,7 @@ def other_target(target: str, draft: str) -> list[str]:
 
 
 def describe_target(target: ModelFacts, geometry: TargetGeometry) -> dict[str, Any]:
-    """Its facts in the report; None for what is not known."""
+    """Facts of the target in the report; None for unknown ones."""
     recurrent, layers = geometry.recurrent_layers, f"{geometry.attention_layers} attention"
     if geometry.sliding_layers:
         layers += f", {geometry.sliding_layers} of them sliding"
@@ -123,7 +123,7 @@ def describe_target(target: ModelFacts, geometry: TargetGeometry) -> dict[str, A
 
 
 def describe_draft(draft: ModelFacts, config: DraftConfig | None) -> dict[str, Any]:
-    """Its facts in the report; None for what is not known."""
+    """Facts of the draft in the report; None for unknown ones."""
     fields, rope = draft_fields(draft.config), None
     layers, ids, mask = (
         _layers(fields), fields.get("target_layer_ids"), fields.get("mask_token_id")

@@ -119,7 +119,8 @@ def inspect(
 
 
 def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) -> ResolvedOptions:
-    """With the draft's block size. Raises ConfigError if it is unknown and not given."""
+    """Resolve the options with the draft's block size. Raises ConfigError if it is unknown and not
+    given."""
     trained = None if config is None else config.block_size
     if config is None:
         fields = draft_fields(draft.config)

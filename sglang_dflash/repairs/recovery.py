@@ -136,7 +136,7 @@ def recover(scheduler: Any, requests: list[Any], guilty: Collection[Any], reason
 
 
 def end_unqueued(scheduler: Any, tokenized: Iterable[Any], reason: str) -> int:
-    """End those of a received batch that were not queued. Returns how many."""
+    """End the requests of a received batch that were not queued. Returns how many."""
     queued = {r.rid for r in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue)}
     lost = [one for one in tokenized if one.rid not in queued]
     for one in lost:

@@ -62,8 +62,8 @@ class RingKVCache(DraftKVCache):
         return torch.where(keep, entries, -1)
 
     def _next_entries(self, unused: Tensor, rank: Tensor, total: Tensor) -> Tensor:
-        """From the cursor on, the `rank`-th `[N]` of the `unused` entries, bool `[num_entries]`; of
-        all entries if the unused ones are fewer than `total` `[1]`."""
+        """Return, from the cursor on, the `rank`-th `[N]` of the `unused` entries, bool
+        `[num_entries]`; of all entries if fewer than `total` `[1]` are unused."""
         free = unused | (unused.sum() < total.clamp(min=1))
         upto = free.cumsum(0)
         before = upto.index_select(0, self.cursor) - free.index_select(0, self.cursor).long()

@@ -86,7 +86,7 @@ class Moves(NamedTuple):
     steps: Tensor | None = None
 
     def parts(self) -> Iterator[Moves]:
-        """To checkpoints, then to targets, of the rows that are not skipped."""
+        """Yield the moves to checkpoints, then to targets, of the rows that are not skipped."""
         kept = self.target >= 0
         if self.checkpoints is not None and self.steps is not None:
             due = kept & (self.checkpoints >= 0)

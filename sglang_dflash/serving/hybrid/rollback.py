@@ -77,8 +77,8 @@ class Rollback:
         """Compare with torch what `commit` computes, if it is ours. Raises SelfCheckFailed."""
 
     def weights_change(self) -> None:
-        """To be called if the target's weights are about to be replaced. SGLang reads the target's
-        own."""
+        """Prepare for new weights of the target; call it before they are replaced. SGLang's own way
+        reads the target's weights and needs no preparation."""
 
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         """Move the states of the last verify forward's requests on by `lengths` int64 `[R]` (1 to

@@ -308,8 +308,8 @@ def show_info(of_process: Mapping[str, Any] | None, of_server: Mapping[str, str]
 
 
 def add_report(_result: None, controller: Any, state: dict[str, Any]) -> None:
-    """After SGLang has added its speculative figures to the state that /server_info shows: ours,
-    and in what every server computes."""
+    """Add our figures and the machine to the state that /server_info shows, after SGLang has added
+    its speculative figures."""
     scheduler = controller.scheduler
     worker, dtype = scheduler.draft_worker, scheduler.tp_worker.model_runner.dtype
     state["machine"] = {**hardware(), "dtype": str(dtype).removeprefix("torch.")}

@@ -55,7 +55,8 @@ class StepTimes:
 
     @property
     def step_milliseconds(self) -> float | None:
-        """From the beginning of a step to the beginning of the next, on average; None without."""
+        """Average time from the beginning of a step to the beginning of the next; None without a
+        step."""
         if not self._steps:
             return None
         whole = self._within / self._steps + self._between / max(1, self._pauses)

@@ -216,12 +216,12 @@ class DFlashSpecWorker(BaseSpecWorker):
 
     @property
     def draft_model(self) -> DraftModel:
-        """For `start/draft_weights.py`."""
+        """The draft model, for `start/draft_weights.py`."""
         return self._plan.model
 
     @property
     def primary_draft_kv_pool(self) -> DraftKVPages:
-        """For prefill/decode disaggregation."""
+        """The draft KV caches, for prefill/decode disaggregation."""
         return self._pages
 
     @property
@@ -230,7 +230,8 @@ class DFlashSpecWorker(BaseSpecWorker):
 
     @property
     def block_penalties(self) -> BlockPenalties:
-        """For `serving/step/penalty_counts.py`, which counts what it remembers."""
+        """Penalties of the positions of a block; `serving/step/penalty_counts.py` counts for
+        them."""
         return self.dflash.target_tokens.penalties
 
     def report(self) -> dict[str, Any]:

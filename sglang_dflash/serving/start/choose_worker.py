@@ -242,7 +242,8 @@ def _fall_back(reason: str, builtin: Callable[[], Any]) -> Any:
 
 
 def _showing(reason: str, worker: type) -> type:
-    """That class of SGLang's, which tells `figures.add_report` and /metrics why it serves."""
+    """Return that class of SGLang's with the reason why it serves, for `figures.add_report` and
+    /metrics."""
 
     def started(self: Any, *args: Any, **named: Any) -> None:
         from sglang_dflash.serving.start.build import metric_labels

@@ -109,7 +109,7 @@ class ServerFlags:
 
     @classmethod
     def of(cls, server_args: Any) -> ServerFlags:
-        """Those of SGLang's arguments."""
+        """Return the values of our flags in SGLang's arguments."""
         given = given_flags.given(server_args)
         named = {each.name: PREFIX + each.name for each in fields(cls)}
         return cls(**{name: given[long] for name, long in named.items() if long in given})

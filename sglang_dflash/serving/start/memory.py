@@ -167,7 +167,7 @@ def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: A
 
 
 def _carried(configurator: Any, requests: int) -> int:
-    """Those of so many requests that the recurrent states let run."""
+    """Return how many of so many requests the recurrent states let run."""
     if configurator.mambaish_config is None:
         return requests
     each = configurator._calculate_mamba_ratio()

@@ -186,8 +186,9 @@ class DraftInput(DFlashDraftInputV2):
 
 
 def slots_for_next_step(batch: ScheduleBatch, requests: list[Any], page_size: int) -> int:
-    """In place of `ScheduleBatch._new_tokens_required_next_decode_spec_v2`: what a step takes at
-    least, for a newest token and for one that the host does not know yet, as plain decoding's."""
+    """In place of `ScheduleBatch._new_tokens_required_next_decode_spec_v2`: the fewest slots that a
+    step takes, as in plain decoding: one for each newest token, and one for each token that the
+    host does not know yet."""
     known_later = min(1, batch.spec_info.in_flight)
     return page_aligned_decode_alloc_lens(requests, reserve=1 + known_later, page_size=page_size)[2]
 

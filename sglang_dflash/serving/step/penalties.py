@@ -26,8 +26,8 @@ class _Sum(NamedTuple):
 
 
 class _Stops(NamedTuple):
-    """min_new_tokens: -inf for tokens that end a request `[R, V]`, 0 for others, and the output
-    tokens that are to come before one may end it, `[R, 1]`."""
+    """Penalties of min_new_tokens: -inf for tokens that end a request `[R, V]`, 0 for others; and
+    the output tokens that are missing before one may end it, `[R, 1]`."""
 
     penalties: Tensor
     missing: Tensor
@@ -43,7 +43,7 @@ class _Output(NamedTuple):
 
     @classmethod
     def of(cls, orchestrator: Any) -> _Output:
-        """By SGLang's penalizers."""
+        """Read the penalties from SGLang's penalizers."""
         prepared = {
             type(penalizer).__name__: penalizer
             for penalizer in orchestrator.penalizers.values()

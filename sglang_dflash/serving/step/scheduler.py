@@ -1,4 +1,5 @@
-"""Around SGLang's scheduler: requests that it is to serve, and what they keep of a step."""
+"""Patches of SGLang's scheduler: requests that it admits, and the tokens that they keep of a
+step."""
 
 from __future__ import annotations
 
