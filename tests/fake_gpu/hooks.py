@@ -26,8 +26,7 @@ from tests.fake_gpu.tensor import COMPILED, CudaTensor
 
 # A variable of a server: SGLang's attention in the interpreter, 50 times slower than torch code.
 INTERPRETED_ATTENTION = "FAKE_GPU_INTERPRETED_ATTENTION"
-# A variable of a server: torch code in place of the slowest kernels, ours and SGLang's ("1"), or
-# SGLang's only ("theirs").
+# A variable of a server: torch code in place of the slowest kernels, ours and SGLang's.
 TWINS = "FAKE_GPU_TWINS"
 Hook = Callable[[Any], None]
 
@@ -164,15 +163,11 @@ def replay_fold(module: Any) -> None:
     choose_twins(module, twins.OF_REPLAY)
 
 
-def choose_twins(
-    module: Any, named: dict[str, Callable[..., Any]], values: tuple[str, ...] = ("1",)
-) -> None:
-    """Let the values of a variable choose the twins of a module's functions."""
+def choose_twins(module: Any, named: dict[str, Callable[..., Any]]) -> None:
+    """Let a variable choose between functions of a module and their twins."""
 
     def choosing(launch: Callable[..., Any], twin: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (twin if os.environ.get(TWINS) in values else launch)(
-            *args, **kwargs
-        )
+        return lambda *args, **kwargs: (twin if os.environ.get(TWINS) else launch)(*args, **kwargs)
 
     for name, twin in named.items():
         setattr(module, name, choosing(getattr(module, name), twin))
@@ -192,11 +187,7 @@ def twins_of_sglang() -> dict[str, Hook]:
     for seam in seams:
         named.setdefault(seam.parent, {})[seam.attribute] = resolved(str(seam.ours))
     return {
-        module: partial(
-            choose_twins,
-            named={name: function(run) for name, run in twins.items()},
-            values=("1", "theirs"),
-        )
+        module: partial(choose_twins, named={name: function(run) for name, run in twins.items()})
         for module, twins in named.items()
     }
 

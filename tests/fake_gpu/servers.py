@@ -159,11 +159,3 @@ HYBRID_EXACT = (
 HYBRID_EXACT_SNAPSHOT = HYBRID_EXACT.named("gpu-hybrid-exact-snapshot").having(
     speculative_dflash_recurrent_rollback="snapshot"
 )
-# Our Triton kernels, replay's among them.
-HYBRID_OWN_KERNELS = HYBRID_REPLAY.named("gpu-hybrid-own-kernels").with_env(**{TWINS: "theirs"})
-HYBRID_SEEDED_PLAIN = HYBRID_PLAIN.named("gpu-hybrid-seeded-plain").having(
-    enable_deterministic_inference=True
-)
-HYBRID_SEEDED = HYBRID_SEEDED_PLAIN.named("gpu-hybrid-seeded").having(
-    **drafting(HYBRID.draft), linear_attn_verify_backend="triton"
-)
