@@ -156,6 +156,3 @@ HYBRID_EXACT = (
     .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="7", **STRICT)
     .with_env(SGLANG_MAMBA_CONV_DTYPE="float32")
 )
-HYBRID_EXACT_SNAPSHOT = HYBRID_EXACT.named("gpu-hybrid-exact-snapshot").having(
-    speculative_dflash_recurrent_rollback="snapshot"
-)
