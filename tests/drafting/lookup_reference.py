@@ -1,4 +1,4 @@
-"""What `seen_before` finds, by its description: loops over lists."""
+"""Reference for `seen_before`, written from its description: loops over lists."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sglang_dflash.drafting.lookup import LONGEST_MATCH, SHORTEST_MATCH
 
 
 def agreement(text: list[int], end: int) -> int:
-    """How many tokens up to position `end` equal the last ones of a text."""
+    """Return the number of tokens up to position `end` that equal the text's last ones."""
     length = 0
     while length < min(LONGEST_MATCH, end + 1) and text[end - length] == text[-1 - length]:
         length += 1

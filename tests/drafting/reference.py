@@ -39,7 +39,7 @@ def sees(
     window: int | None,
     sinks: int,
 ) -> bool:
-    """Whether block position `query` sees position `key` after `length` committed tokens."""
+    """Return whether block position `query` sees position `key` after `length` committed tokens."""
     own = raw["dflash_config"]
     causal = raw.get("is_causal", own.get("causal", own.get("causal_head")))
     if own.get("use_swa"):

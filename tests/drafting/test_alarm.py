@@ -1,4 +1,4 @@
-"""When the acceptance alarm is raised, when it ends, and how often it warns."""
+"""The acceptance alarm: its begin, its end, and the number of its warnings."""
 
 from __future__ import annotations
 

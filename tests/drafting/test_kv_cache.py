@@ -173,7 +173,7 @@ def test_a_prompt_yields_to_what_is_read() -> None:
 
 
 def test_fresh_entries_are_marked_in_use() -> None:
-    """What was written since the last read is not overwritten while unused entries are left."""
+    """Entries written since the last read are not overwritten while unused ones are left."""
     cache = cache_of(4)
     write_kv(cache, torch.tensor([0, 1]), stamped([1, 2]))
     cache.cursor.zero_()

@@ -46,7 +46,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str
 
 
 def outputs(model: DraftModel) -> list[Tensor]:
-    """What weights of all kinds take part in."""
+    """Compute outputs that depend on weights of every kind."""
     config, torch_random = model.config, torch.Generator().manual_seed(1)
     hidden = torch.randn(5, config.target_hidden_width, generator=torch_random)
     embedded = torch.randn(2, 4, config.hidden_size, generator=torch_random)

@@ -27,7 +27,7 @@ SCRATCH = ENTRIES + PADDING
 def plain_kernel(
     q: Tensor, k: Tensor, v: Tensor, known: Pages, block: int, layer: LayerAttention
 ) -> Tensor:
-    """What FlashAttention computes, key by key: the last query is aligned with the last key."""
+    """Compute FlashAttention's output key by key: the last query is aligned with the last key."""
     out, groups = torch.empty_like(q), q.shape[1] // k.shape[2]
     for r, length in enumerate(known.lengths.tolist()):
         entries = known.table[r, :length].long()

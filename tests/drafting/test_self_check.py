@@ -163,7 +163,7 @@ def test_what_is_compared_has_a_recorded_size(sizes: tuple[int, ...], compared: 
 
 @pytest.mark.parametrize(("gap", "passes"), [(0.0, True), (1e-5, True), (1e-2, False)])
 def test_a_token_that_is_as_likely_is_no_error(gap: float, passes: bool) -> None:
-    """Where two logits are equal up to rounding, the other may win in a graph."""
+    """If two logits are equal up to rounding, the other token may win in a graph."""
     slots, drafter = table(), drafter_of(None)
     head: Any = drafter.head
     logits = head.target.logits

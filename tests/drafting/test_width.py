@@ -30,7 +30,7 @@ def on_a_cpu(_step: int, width: int, running: int) -> float:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a server meets.
+    """The traffic and the step times that a server meets.
 
     Attributes:
         text: probability that a draft is accepted if those before it were, by step, number of the

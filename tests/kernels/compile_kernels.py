@@ -181,7 +181,7 @@ def layer_cases(config: DraftConfig) -> list[Case]:
 
 
 def step_cases(config: DraftConfig) -> list[Case]:
-    """What runs once per step."""
+    """Return the kernels that run once per step."""
     block = config.block_size
     sizes = {"B": block, "BLOCK": prepare_block.BLOCK}
     following = triton.next_power_of_2(block - 1)

@@ -1,4 +1,4 @@
-"""How many instructions a compiled kernel executes."""
+"""Number of instructions that a compiled kernel executes."""
 
 from __future__ import annotations
 

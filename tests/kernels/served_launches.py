@@ -1,4 +1,4 @@
-"""Which kernels a server launches, and which of them it would compile while serving.
+"""Kernels that a server launches, and those of them that it would compile while serving.
 
     python -m tests.kernels.served_launches
 
@@ -68,7 +68,7 @@ TOKENS = (1, 2, 3, 7, 16, 17, 100, 511, 512, 513, 2047, 2048)
 
 
 class Compilations:
-    """What the launches so far are compiled for: `(kernel, specialization, options)`."""
+    """The compilations that the launches so far need: `(kernel, specialization, options)`."""
 
     def __init__(self) -> None:
         self.all: set[tuple[str, str, str]] = set()
@@ -135,7 +135,7 @@ def drafter_of(window: int | None) -> Drafter:
 
 
 def replay_of() -> Replay:
-    """Of two recurrent layers whose verify forward has been recorded."""
+    """Make a replay of two recurrent layers whose verify forward has been recorded."""
     dtype = torch.bfloat16
     runner = recorded_runner(gdn_layer(2, 16, dtype), 2, ROWS, CONFIG.block_size, dtype)
     return Replay(runner, ReplayOps(fold_, move_windows_))

@@ -86,7 +86,7 @@ def counted_bytes() -> Iterator[Counted]:
 
 
 def run(*arguments: str, **environment: str) -> str:
-    """What a Python process prints that has not loaded Triton's interpreter."""
+    """Return the output of a Python process that has not loaded Triton's interpreter."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = f"{ROOT}:{ROOT / 'kernels'}"
     done = subprocess.run(

@@ -138,8 +138,8 @@ def test_walk(
 
 
 def test_noise_of_the_walk_is_that_of_the_drafts() -> None:
-    """Of equal scores, the token with the most noise: over many seeds and tokens, a wrong bit would
-    show."""
+    """The token with the most noise wins among equal scores: over many seeds and tokens, a wrong
+    bit would show."""
     count, k = 40, 64
     zeros = torch.zeros(count, 2, 8, device=DEVICE)
     ids = torch.randint(0, 200000, (count, 2, k), device=DEVICE)

@@ -116,7 +116,7 @@ for name, case in cases().items():
 @pytest.mark.compile
 @pytest.mark.parametrize("capability", SHARED)
 def test_a_third_stage_leaves_as_many_programs_on_a_multiprocessor(capability: str) -> None:
-    """Of 4 warps each. It reads entry numbers ahead, and no more K/V."""
+    """Programs have 4 warps each. The third stage reads entry numbers ahead, and no more K/V."""
 
     def programs(used: dict[str, int]) -> int:
         registers = -(-used["registers"] // 8) * 8

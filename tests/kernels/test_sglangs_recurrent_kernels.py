@@ -39,8 +39,8 @@ def conv_kernel(p_out, p_window, p_inputs, p_weight, p_bias, C, T, W: tl.constex
 def test_the_convolution_rounds_as_sglangs_kernel(
     width: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of decode and verify, bit for bit: the state after a block is the one that decoding its
-    tokens leaves. The twin may differ in the last bit of silu."""
+    """Decode's and verify's are equal to the bit: the state after a block is the one that decoding
+    its tokens leaves. The twin may differ in the last bit of silu."""
     # Only what is decorated now runs in the interpreter: SGLang's module was imported without it.
     name = "_causal_conv1d_update_kernel"
     again = triton.jit(getattr(causal_conv1d_triton, name).fn)
@@ -73,7 +73,7 @@ def test_the_convolution_rounds_as_sglangs_kernel(
 def test_sglangs_verify_kernel_writes_no_snapshot_without_a_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What replay passes it: a buffer of one number, and rows of -1."""
+    """Replay passes it a buffer of one number, and rows of -1."""
     name, dim, block = "fused_sigmoid_gating_delta_rule_update_kernel", 16, 2
     again = triton.jit(inspect.unwrap(getattr(recurrent, name).fn))
     monkeypatch.setattr(recurrent, name, again)

@@ -29,7 +29,7 @@ REQUEST = SimpleNamespace(sampling_params={"skip_special_tokens": False}, stream
 
 
 class Answer(NamedTuple):
-    """Of a model.
+    """A model's answer.
 
     Attributes:
         ids: its tokens.
@@ -79,7 +79,7 @@ def detokenize(
     sizes: list[list[int]],
     row: bool = True,
 ) -> list[list[str]]:
-    """What SGLang's detokenizer sends in each event of the answers, all of them beside each other,
+    """Return the text of each event that SGLang's detokenizer sends, of all answers in one batch,
     with our row or without."""
     decode = original(DECODE)
     detokenizer = DetokenizerManager.__new__(DetokenizerManager)
@@ -120,7 +120,7 @@ def detokenize(
 def events(
     of: Answer, sizes: list[int], texts: list[str], incremental: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """What `TokenizerManager.generate_request` gives of them."""
+    """Yield the answer's events as `TokenizerManager.generate_request` does."""
     done, text = 0, ""
     for i, (size, new) in enumerate(zip(sizes, texts, strict=True)):
         begin, done, text = done, done + size, text + new
@@ -140,7 +140,7 @@ def events(
 
 
 def manager(tokenizer: PreTrainedTokenizerFast, incremental: bool = False) -> Any:
-    """What of SGLang's `TokenizerManager` is read."""
+    """Make a `TokenizerManager` of SGLang's with the attributes that are read."""
     made = TokenizerManager.__new__(TokenizerManager)
     made.tokenizer, made.preferred_sampling_params = tokenizer, None
     made.incremental_streaming_output = incremental
@@ -156,8 +156,8 @@ def deltas(events: list[dict[str, Any]]) -> list[str]:
 def streamed(
     tokenizer: PreTrainedTokenizerFast, texts: list[str], rng: random.Random
 ) -> Iterator[tuple[list[str], list[str]]]:
-    """Of answers with these texts: what a parser is given if every event has one token, and what we
-    give it if an event has 1 to 16."""
+    """Yield a parser's input for answers with these texts: by events of one token, and ours by
+    events of 1 to 16."""
     answers = [answer(tokenizer, text, rng) for text in texts]
     ones = [[1] * len(one.ids) for one in answers]
     sizes = [blocks(len(one.ids), rng) for one in answers]

@@ -1,4 +1,4 @@
-"""Which requests SGLang's own prefill begins on an idle server, and which of them are refused."""
+"""Requests that SGLang's own prefill begins on an idle server, and those that are refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Tree:
 
 
 class Request:
-    """What is read of SGLang's, with its names."""
+    """A fake of SGLang's `Req`: the attributes that are read."""
 
     swa_host_hit_length = host_hit_length = auxiliary_swa_host_hit_length = prefix_len = 0
     retracted_stain = return_logprob = False
@@ -189,7 +189,7 @@ def test_a_prefill_server_asks_for_a_token() -> None:
 
 
 class Arrivals(DecodePreallocQueue):
-    """Of a decode server, empty."""
+    """A decode server's queue of arrivals, empty."""
 
     num_reserved_decode_tokens, max_total_num_tokens = 40, POOL
 

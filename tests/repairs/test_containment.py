@@ -1,4 +1,4 @@
-"""Who is guilty of a failed step, without a server."""
+"""The request that is guilty of a failed step, without a server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batch(*requests: Any, prefill: bool = False, decoding: Any = None) -> Any:
 
 
 class Scheduler:
-    """What is read of SGLang's, with its names."""
+    """A fake of SGLang's `Scheduler`: the attributes that are read."""
 
     def __init__(self, *waiting: Any, running: Any = None) -> None:
         self.waiting_queue, self.running_batch = list(waiting), running or batch()
@@ -103,7 +103,7 @@ def test_probation_ends_a_guilty_one_and_no_other() -> None:
 def verdict(
     suspects: list[Any], guilty: list[Any], as_pair: bool, late: int, stray: int | None
 ) -> Any:
-    """Who is ended, None for no one. A guilty one fails once it has so many output tokens."""
+    """Return the ended request, or None. A guilty one fails from `late` output tokens on."""
     probation = Probation(suspects, missing=3)
     for step in range(200):
         inside = [r for r in guilty if r in probation.admitted and len(r.output_ids) >= late]

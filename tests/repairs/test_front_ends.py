@@ -52,7 +52,7 @@ def random_answers(case: Any) -> Iterator[tuple[detokenized.Answer, list[int]]]:
 def told(
     front_end: Any, case: Any, answer: detokenized.Answer, sizes: list[int], rows: bool = True
 ) -> list[Any]:
-    """What a client gets."""
+    """Return what the front end sends to a client."""
     reasoning, tools, choice, _ = case
     (texts,) = detokenized.detokenize(tokenizer(1), [answer], [sizes])
     events = list(detokenized.events(answer, sizes, texts))
@@ -72,7 +72,7 @@ def test_blocks_are_told_as_single_tokens(front_end: Any, case: Any) -> None:
 
 
 def arguments(value: Any) -> str:
-    """Of all calls, under the names that the front ends give them."""
+    """Join the arguments of all calls, under the names that the front ends give them."""
     if isinstance(value, list):
         return "".join(map(arguments, value))
     if not isinstance(value, dict):

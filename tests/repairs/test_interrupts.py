@@ -27,7 +27,7 @@ def _loop(repaired: bool, begun: Event, ended: Event) -> None:
 
 
 def _interrupted(repaired: bool) -> bool:
-    """Whether a child survives Ctrl-C."""
+    """Return whether a child survives Ctrl-C."""
     begun, ended = SPAWN.Event(), SPAWN.Event()
     child = SPAWN.Process(target=_loop, args=(repaired, begun, ended))
     child.start()

@@ -1,4 +1,4 @@
-"""What operators see and may call, without a server."""
+"""Fields shown to operators, and calls open to them, without a server."""
 
 from __future__ import annotations
 

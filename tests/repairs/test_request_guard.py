@@ -21,7 +21,7 @@ STRUCT_FIELDS = set(TokenizedGenerateReqInput.__struct_fields__)
 
 
 def manager(**flags: Any) -> Any:
-    """What the guard reads of a TokenizerManager."""
+    """Make the part of a TokenizerManager that the guard reads."""
     server_args = SimpleNamespace(**{given_flags.ATTRIBUTE: flags})
     return SimpleNamespace(
         server_args=server_args,

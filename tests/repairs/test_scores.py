@@ -27,7 +27,7 @@ def request_of(tokens: int) -> Any:
 
 
 def test_an_output_token_is_scored_without_the_row() -> None:
-    """What is asked for at that position stays: the scores of /v1/score."""
+    """The scores of /v1/score, asked for at that position, stay."""
     processor = SimpleNamespace(_initialize_empty_logprob_containers=lambda _request: None)
     output = SimpleNamespace(
         next_token_logprobs=[-0.5, -0.25],

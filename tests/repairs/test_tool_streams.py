@@ -85,8 +85,8 @@ def compared(name: str, step: int) -> tuple[list[list[str]], int]:
 
 @pytest.mark.parametrize("name", [*PARSERS, "json-array"])
 def test_blocks_give_the_calls_of_single_tokens(name: str) -> None:
-    """Of 300 random answers in events of 1 to 16 tokens. All tags are single tokens, or half are:
-    some parsers find no others."""
+    """Compare 300 random answers in events of 1 to 16 tokens. All tags are single tokens, or half
+    are: some parsers find no others."""
     (differing, found), (more, _) = compared(name, 1), compared(name, 2)
     assert not differing + more, f"{len(differing + more)} of {ANSWERS} answers differ"
     # The parser knows the format.

@@ -1,4 +1,4 @@
-"""Which folders `/update_weights_from_disk` takes, without a server."""
+"""Folders that `/update_weights_from_disk` takes, without a server."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_folder_without_a_config_or_weights_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [5000 * "a", "dra\0ft", "/no/such/folder"])
 def test_what_cannot_be_had_is_refused(name: str, folder: Path) -> None:
-    """Of the new weights, and of the served ones that they are compared with."""
+    """Names of the new weights, and of the served ones that they are compared with."""
     with pytest.raises(ConfigError, match="neither a folder here nor on the hub"):
         check_folder(name, str(PAIR.target))
     with pytest.raises(ConfigError, match="served model"):

@@ -1,6 +1,6 @@
 # ruff: noqa: RUF001 - the models have such characters in their tags
-"""How models write tool calls, for every parser that SGLang registers, and random conversations in
-these formats."""
+"""Formats of models' tool calls, for every parser that SGLang registers, and random conversations
+in these formats."""
 
 from __future__ import annotations
 
