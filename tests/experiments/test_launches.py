@@ -1,4 +1,4 @@
-"""What replay launches beside SGLang's verify, counted as the experiment does."""
+"""Kernel launches of replay beside SGLang's verify, counted as the experiment does."""
 
 from __future__ import annotations
 

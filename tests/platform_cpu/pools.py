@@ -1,4 +1,4 @@
-"""What SGLang's sizing of the pools reads, without a server."""
+"""Settings that SGLang's sizing of the pools reads, without a server."""
 
 from __future__ import annotations
 

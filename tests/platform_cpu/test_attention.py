@@ -38,8 +38,8 @@ class Pool:
             row[: len(own)] = own
 
     def backend(self, prefixes: list[int], counts: list[int], rows: list[int] | None = None):
-        """Of requests, the table's first ones if no `rows` are given, with tokens before the
-        forward and in it."""
+        """Make a backend for requests (the table's first ones without `rows`), by their numbers of
+        tokens before the forward and in it."""
         made = attention.CpuAttentionBackend.__new__(attention.CpuAttentionBackend)
         made.req_to_token_pool = SimpleNamespace(req_to_token=self.table)
         made.token_to_kv_pool = SimpleNamespace(

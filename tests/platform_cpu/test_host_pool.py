@@ -1,4 +1,4 @@
-"""What SGLang's hierarchical cache does on a plain CPU without our seams, and that ours copies."""
+"""SGLang's hierarchical cache on a plain CPU: it fails without our seams, and ours copies."""
 
 from __future__ import annotations
 

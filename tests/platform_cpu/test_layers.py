@@ -66,7 +66,7 @@ def rotary(kind: type = RotaryEmbedding, rotary_dim: int = 16, neox: bool = True
     ids=["whole", "partial", "gptj", "yarn"],
 )  # fmt: skip
 def test_rope(own) -> None:
-    """Of two forwards with other positions, and of other tokens at the same positions."""
+    """Rotate in forwards with other positions, and other tokens at the same positions."""
     rope = own()
     for positions in (
         torch.arange(5),

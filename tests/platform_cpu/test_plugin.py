@@ -1,4 +1,4 @@
-"""When the platform is active, and what it registers. (Its plugin entry:
+"""The platform's activation, and its registrations. (Its plugin entry:
 tests/engine/test_cpu_plugin.py.)"""
 
 from __future__ import annotations

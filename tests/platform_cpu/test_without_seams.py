@@ -1,4 +1,4 @@
-"""What SGLang and torch do on a plain CPU without our seams: every test shows one defect.
+"""SGLang and torch on a plain CPU without our seams: every test shows one defect.
 
 A test that fails here means that a row of `platform_cpu/seams.py` has lost its reason.
 """

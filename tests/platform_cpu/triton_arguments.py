@@ -1,4 +1,4 @@
-"""What the Triton functions of SGLang that the plain-CPU platform replaces are called with."""
+"""Arguments of those Triton functions of SGLang that the plain-CPU platform replaces."""
 
 from __future__ import annotations
 

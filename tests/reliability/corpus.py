@@ -1,4 +1,4 @@
-"""What the soak asks for, and plain decoding's answers to it.
+"""The soak's prompts, and plain decoding's answers to them.
 
 Greedy decoding does not depend on how many tokens are asked for: the answer to fewer of them is the
 beginning of the answer to all.
@@ -69,13 +69,13 @@ class Expected:
         return None
 
     def is_tie(self, at: int) -> bool:
-        """Whether a difference at that position may be one of rounding."""
+        """Return whether a difference at that position may be one of rounding."""
         return at < len(self.margins) and self.margins[at] < TIE
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is asked for.
+    """Size of a soak.
 
     Attributes:
         pair: a demo pair's name.

@@ -1,4 +1,4 @@
-"""What one request asked for stays with its rows of a block; a block's positions differ."""
+"""A request's parameters stay with its rows of a block; a block's positions differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB, BLOCK = 16, 3
 
 
 def sampling_info(**changes: Any) -> SamplingBatchInfo:
-    """Of two requests that differ in everything."""
+    """Return the sampling info of two requests that differ in everything."""
     given: dict[str, Any] = {
         "temperatures": torch.tensor([[0.5], [2.0]]),
         "top_ps": torch.tensor([0.25, 0.75]),
@@ -100,7 +100,7 @@ def test_greedy_tokens_are_of_the_logits_that_sglangs_sampler_takes() -> None:
 
 
 def no_penalties() -> BlockPenalties:
-    """Of a worker whose requests have none."""
+    """Return the penalties of a worker whose requests have none."""
     return BlockPenalties(2, BLOCK, torch.device("cpu"))
 
 

@@ -87,7 +87,7 @@ def outputs(law: Tensor, draft: Draft, noise: Tensor, rule: Rule = by_equality) 
 
 
 def p_value(law: Tensor, drawn: Tensor) -> tuple[float, int]:
-    """Of the chi-square test of all outputs against the law, and its degrees of freedom."""
+    """Return the chi-square test's p-value for all outputs, and its degrees of freedom."""
     expected = law[0]
     for _ in range(TOKENS - 1):
         expected = (expected.view(-1, VOCABULARY, 1) * law).flatten()

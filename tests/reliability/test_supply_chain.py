@@ -47,7 +47,7 @@ def documented(section: str) -> set[str]:
 
 
 def dangers(path: Path) -> set[str]:
-    """What in a file unpickles or runs text: packages, functions and keyword arguments."""
+    """Return what in a file unpickles or runs text: packages, functions, keyword arguments."""
     found = top_level(path) & {"pickle", "dill", "joblib", "marshal", "shelve", "cloudpickle"}
     for name, call in calls(path):
         on = {k.arg for k in call.keywords if isinstance(k.value, ast.Constant) and k.value.value}
@@ -94,7 +94,7 @@ def logged(path: Path) -> Iterator[ast.Call]:
 
 
 def content_of(call: ast.Call) -> set[str]:
-    """What a call takes of a request or of the environment."""
+    """Return the names in a call that hold a request's or the environment's content."""
     names = {getattr(part, "attr", getattr(part, "id", "")) for part in ast.walk(call)}
     return names & CONTENT
 

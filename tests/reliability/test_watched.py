@@ -61,7 +61,7 @@ def test_a_block_in_free_slots_is_an_error() -> None:
 
 
 def test_an_end_inside_a_block_is_counted_once() -> None:
-    """Of two requests that end, one keeps all of its last step."""
+    """Two requests end; one of them keeps all tokens of its last step."""
     rare: Counter[str] = Counter()
     observer = Observer(SimpleNamespace(token_to_kv_pool_allocator=allocator()), rare)
     requests = [

@@ -47,7 +47,7 @@ PATIENCE = 600
 
 @dataclass
 class Found:
-    """What came of it.
+    """Results of the requests.
 
     Attributes:
         requests: by kind.
@@ -203,7 +203,7 @@ class Client:
         return answer["output_ids"]
 
     def _check(self, one: Expected, answer: dict[str, Any], asked: int, whole: bool = True) -> bool:
-        """Whether a greedy answer is plain decoding's."""
+        """Return whether a greedy answer is plain decoding's; note a tie or an error."""
         if "output_ids" not in answer:
             self.found.wrong.append(f"no answer: {str(answer)[:200]}")
             return False

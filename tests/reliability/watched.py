@@ -30,9 +30,9 @@ class _MallInfo(ctypes.Structure):
 
 
 def memory_in_use() -> dict[str, int]:
-    """Of this process, without what its allocators hold for later. `malloc_bytes`: glibc's of all
-    threads, torch's tensors among them (`mallinfo2`). `python_blocks`: small allocations of Python,
-    which has an allocator of its own."""
+    """Measure this process, without what its allocators hold for later. `malloc_bytes`: glibc's of
+    all threads, torch's tensors among them (`mallinfo2`). `python_blocks`: small allocations of
+    Python, which has an allocator of its own."""
     read = ctypes.CDLL(None).mallinfo2
     read.restype = _MallInfo
     found = read()

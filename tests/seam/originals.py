@@ -1,4 +1,4 @@
-"""What SGLang does without a row."""
+"""SGLang's functions without our rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is changed for a while is put back, whatever happens."""
+"""Temporary changes of attributes are put back, whatever happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `spec_generate` refuses names the argument and its value."""
+"""The errors of `spec_generate` name the argument and its value."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def alone(target: PreTrainedModel, prompt: list[int], limit: int) -> list[int]:
-    """What Transformers' own loop writes."""
+    """Return the tokens that Transformers' own loop writes."""
     asked = torch.tensor([prompt])
     how = {"do_sample": False, "eos_token_id": END, "pad_token_id": 0, "max_new_tokens": limit}
     found = target.generate(asked, attention_mask=torch.ones_like(asked), **how)
