@@ -84,7 +84,7 @@ def on_this_machine(argv: list[str]) -> list[str]:
 
 
 def serving(server_args: Any) -> str:
-    """Which worker SGLang would make: "ours" or "builtin"."""
+    """Return the worker that SGLang would make: "ours" or "builtin"."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     worker = SpeculativeAlgorithm.DFLASH.create_worker(server_args)

@@ -1,4 +1,4 @@
-"""What replay reads of a target with recurrent layers: a layer's weights, and SGLang's runner."""
+"""The part of a recurrent target that replay reads: a layer's weights, and SGLang's runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an answer ends whose block holds several reasons to end: where plain decoding ends it."""
+"""An answer whose block holds several reasons to end ends as plain decoding's does."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def request_with(
 
 
 def answered(judge: Any, tokens: list[int], steps: list[int], **given: Any) -> tuple[Any, ...]:
-    """What a request keeps whose steps commit so many of the tokens each, why it ended, and how
-    many of its tokens count as reasoning: all."""
+    """Return the tokens that a request keeps whose steps commit `steps` tokens each, its reason to
+    end, and the number of its reasoning tokens: all count."""
     request, at = request_with(**given), 0
     for step in steps:
         new = tokens[at : at + step]
@@ -199,8 +199,8 @@ def test_an_abort_ends_a_step_at_once() -> None:
 
 @pytest.mark.parametrize("mode", [True, "last"])
 def test_a_row_of_hidden_states_per_token_kept(mode: Any) -> None:
-    """Of a step of 6 tokens after which a request of 10 has ended with its eighth. Without the row
-    SGLang returns those of the two tokens after it, too."""
+    """After a step of 6 tokens a request of 10 has ended with its eighth. Without the row SGLang
+    returns those of the two tokens after it, too."""
     name = "sglang.srt.managers.scheduler_components.batch_result_processor"
     append = original(f"{name}.SchedulerBatchResultProcessor._append_decode_hidden_states")
     rows = torch.arange(16.0).view(16, 1)

@@ -1,4 +1,4 @@
-"""What our worker does to SGLang's batch: a forward's preparation leaves it as it was, even if it
+"""Changes of SGLang's batch by our worker: a forward's preparation leaves it as it was, even if it
 fails; KV slots are reserved anew only if a block might not fit in what is reserved; and the pool
 is used up to its last slot."""
 

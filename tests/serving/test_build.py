@@ -61,7 +61,7 @@ def broken(target_worker: Any) -> Extension:
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What SGLang knows in a scheduler process."""
+    """Set values that SGLang has in a scheduler process."""
     embedding = torch.randn(VOCAB, HIDDEN)
     head = TargetHead(lambda ids: embedding[ids], lambda x: x @ embedding.T)
     for name, made in (

@@ -22,7 +22,7 @@ PAGE = 4
 
 
 def registered(draft_pool: Any) -> Any:
-    """What SGLang, and our row after it, register for a target pool with pages of `PAGE`."""
+    """Return what SGLang and our row register for a target pool with pages of `PAGE`."""
     arguments: Any = SimpleNamespace(), SimpleNamespace(page_size=PAGE), draft_pool, 6
     original("sglang.srt.disaggregation.utils.setup_state_kv_args")(*arguments)
     assert arguments[0].state_types == []
@@ -123,7 +123,7 @@ def test_a_request_is_taken_over() -> None:
 
 @pytest.mark.parametrize("theirs", [None, object()])
 def test_other_workers_are_left_to_sglang(theirs: Any) -> None:
-    """What is registered, sent, received and taken over."""
+    """Nothing of them is registered, sent, received or taken over by us."""
     assert registered(theirs).state_types == []
     queue, states = SimpleNamespace(draft_token_to_kv_pool=theirs), [[1, 2, 3]]
     sender, batch = SimpleNamespace(send=None), SimpleNamespace(spec_info="theirs")

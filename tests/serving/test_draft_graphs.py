@@ -1,4 +1,4 @@
-"""Which batch sizes of draft steps are recorded."""
+"""Batch sizes of draft steps that are recorded."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ REPLAYS: Any = SimpleNamespace(name="replay")
 
 
 def narrow(plan: Plan, widths: Sequence[int]) -> WidthPolicy:
-    """Of these widths and the whole block."""
+    """Return a policy of these widths and the whole block."""
     policy = WidthPolicy(plan.options.verify_block)
     policy.widths = (*widths, *policy.widths)
     return policy
@@ -248,7 +248,7 @@ def test_a_step_takes_no_more_than_was_reserved(
 
 @pytest.mark.parametrize("shape", ["Qwen3-8B-DFlash-b16", "Qwen3.5-35B-A3B-DFlash"])
 def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> None:
-    """Of plain steps, until they are absorbed together."""
+    """Hidden states of plain steps wait until they are absorbed together."""
     with FakeTensorMode(), torch.no_grad():
         plan = plan_for("triton", 1024, config_of(f"z-lab/{shape}"), CUDA)
         needed = needs(plan, widths=(1,))

@@ -1,4 +1,4 @@
-"""Which updates of weights are the draft's, and what the served model is called after them."""
+"""Updates of the draft's weights, and the served model's name after them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Manager(SimpleNamespace):
 
 
 def updated(manager: Manager, folder: Any, ours: bool = True) -> tuple[str, str]:
-    """What the manager serves after an update from that folder."""
+    """Return the model that the manager serves after an update from that folder."""
     update = SimpleNamespace(model_path=str(folder), load_format="auto")
     wait = original(WAIT)
     waiting = keep_served_model(wait, manager, update) if ours else wait(manager, update)

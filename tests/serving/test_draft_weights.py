@@ -32,7 +32,7 @@ Q = "layers.0.self_attn.q_proj.weight"
 
 
 class Target(nn.Module):
-    """What the target was given; its layers have names of the draft's."""
+    """A target that keeps the weights it is given; its layers have names of the draft's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def served(new: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def has(model: DraftModel, tensors: dict[str, Tensor]) -> bool:
-    """Whether these are its weights, by those of one projection and of one norm."""
+    """Return whether the model has these weights, by one projection and one norm."""
     q, norm = tensors[Q], tensors["layers.0.self_attn.k_norm.weight"]
     qkv = model.get_submodule("layers.0.qkv_proj").weight
     return torch.equal(qkv[: len(q)], q) and torch.equal(model._k_norms()[0], norm)

@@ -51,7 +51,7 @@ class TwoRanks:
         self._groups = [Rank(number, values, meeting) for number in range(2)]
 
     def updated(self, update: Callable[[Any, int], Any]) -> list[Any]:
-        """What each rank answers; `update`: called with its models and its number."""
+        """Return each rank's answer; `update`: called with its models and its number."""
 
         def run(number: int) -> Any:
             target = self.targets[number]
@@ -126,7 +126,7 @@ def test_a_target_that_fails_on_a_rank(ranks: TwoRanks, new: dict[str, Tensor]) 
 
 
 def test_parts_that_are_wrong_on_a_rank(ranks: TwoRanks, new: dict[str, Tensor]) -> None:
-    """Of a checkpoint engine, whose memory each part reuses, and which tells errors itself."""
+    """A checkpoint engine sends parts that reuse its memory, and reports errors itself."""
     every = marked(new)
 
     def handed_over(last: dict[str, Tensor]) -> Any:

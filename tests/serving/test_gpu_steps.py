@@ -1,4 +1,4 @@
-"""What a GPU's host would wait for, on a made-up GPU: whole steps of our worker."""
+"""Waits of a GPU's host in whole steps of our worker, on a made-up GPU."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_penalties_stay_on_the_device(gpu: FakeCuda) -> None:
 
 
 def test_requests_with_processors_do_not_make_the_host_wait(gpu: FakeCuda) -> None:
-    """Which requests they are is copied while the target computes."""
+    """The mask of these requests is copied while the target computes."""
     from sglang_dflash.serving.step.target_tokens import TargetTokens
 
     requests = [

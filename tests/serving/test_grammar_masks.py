@@ -1,5 +1,5 @@
-"""What grammars forbid at the positions of a block, in a batch of grammars that can look ahead,
-of some that cannot, and of none."""
+"""Masks of grammars at the positions of a block, in a batch of grammars that can look ahead, of
+some that cannot, and of none."""
 
 from __future__ import annotations
 

@@ -221,8 +221,8 @@ def test_what_waits_is_absorbed_before() -> None:
 
 
 def test_sglang_tells_the_tier() -> None:
-    """What SGLang's functions return and are given, with their own names; not told, the tier cannot
-    know that slots have other tokens."""
+    """The tier gets arguments and results of SGLang's functions, with their own names; otherwise
+    it cannot know that slots have other tokens."""
     pool = SimpleNamespace(alloc=lambda n, **_: torch.arange(n) + 30, logical_size=HOST,
                            resolve_host_transfers=lambda *_, **__: None)  # fmt: skip
     allocator = SimpleNamespace(alloc=lambda n: torch.arange(n) + 5)

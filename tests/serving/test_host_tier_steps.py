@@ -49,7 +49,7 @@ def _two_tokens_per_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Arrival]:
-    """Of a device that reaches an event when the host waits for it."""
+    """Events of a device that reaches an event when the host waits for it."""
     made: list[Arrival] = []
 
     def event(_device: object) -> Arrival:

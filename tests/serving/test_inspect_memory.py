@@ -1,4 +1,4 @@
-"""What `inspect` says that draft steps take is what a server on a GPU reserves."""
+"""`inspect` shows the memory that a server on a GPU reserves for draft steps."""
 
 from __future__ import annotations
 

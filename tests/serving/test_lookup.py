@@ -44,8 +44,8 @@ def requests(prompts: Sequence[list[int]]) -> list[Any]:
 
 
 def texts_after(worker: Any, steps: int, poison: Tensor) -> tuple[list[list[int]], list[Tensor]]:
-    """What `PROMPTS` have become, and the blocks that were verified on the way. The prefix cache
-    holds three tokens of the second one."""
+    """Return the texts that `PROMPTS` have become, and the blocks verified on the way. The prefix
+    cache holds three tokens of the second one."""
     worker.lookup.texts.copy_(poison)
     worker.target.decodes = lambda width: False
     lengths = [len(ids) for ids in PROMPTS]

@@ -203,7 +203,7 @@ def test_rings_hold_no_more_than_the_context() -> None:
 
 @pytest.mark.parametrize("resized", [False, True], ids=["at once", "after the captures"])
 def test_what_runs_at_a_time_is_said_once(resized: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """When the pools have their size; and a warning if requests are asked for that cannot run."""
+    """It is said once the pools have their size; more requests than can run are a warning."""
     caplog.set_level("INFO")
     runner = runner_with(planned(GroupKV(DRAFT, None)))
     runner.kv_cache_configurator.post_capture_kv_active = resized

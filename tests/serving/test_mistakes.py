@@ -110,7 +110,7 @@ def told_by_a_server(
 
 
 def told_by_the_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is refused, or warned of."""
+    """Return the command's refusal, or its warning."""
     try:
         cli.main(argv)
     except SystemExit as ended:

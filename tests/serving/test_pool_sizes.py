@@ -64,7 +64,7 @@ def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def configurator_of(kind: str, worker: str, flags: Sequence[str]) -> Sized:
-    """Of a server that was started with these flags.
+    """Return the configurator of a server that was started with these flags.
 
     Args:
         kind: of a demo pair.
@@ -124,7 +124,7 @@ def plan_of(kind: str) -> Plan:
 
 
 def pools(kind: str, worker: str, free: int, flags: Sequence[str]) -> dict[str, Any]:
-    """What a server allocates of so many bytes, which its weights leave."""
+    """Return the pools that a server allocates in `free` bytes, which its weights leave."""
     sized = configurator_of(kind, worker, flags)
     left = free / GIB
     if sized.mambaish_config is not None:

@@ -1,4 +1,4 @@
-"""Which worker serves 8-bit and 4-bit weights and KV, and the dtype of draft K/V: the cases of
+"""The worker that serves 8-bit and 4-bit weights and KV, and the dtype of draft K/V: the cases of
 docs/limits.md, each through SGLang's own resolution of its arguments."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def quantized(folder: Path, name: str, config: dict[str, Any]) -> str:
 
 
 def draft_dtype(settings: Any, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Of draft K/V, for a model in bfloat16, as our worker decides it."""
+    """Return the dtype of draft K/V for a model in bfloat16, as our worker decides it."""
     monkeypatch.setattr(decide, "get_model", lambda: settings)
     monkeypatch.setattr(decide, "get_spec", lambda: settings)
     return decide.draft_kv_dtype(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Which prompt tokens are projected and written, on a made-up batch."""
+"""Prompt tokens that are projected and written, on a made-up batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Written = list[list[tuple[int, int]]]
 def written(
     tokens: PromptTokens, window: int | None = 6, sinks: int = 2, mixed: bool = False
 ) -> tuple[int, Written]:
-    """How many tokens are projected; and row and position of those that each group writes."""
+    """Return the number of projected tokens, and each group's written rows and positions."""
     model = random_model(raw_config(**MIXED) if mixed else raw_config())
     options = Options(window=window, sinks=sinks).resolve(model.config)
     kept, parts = tokens.to_write(kv_groups(model, options, 60, 50))

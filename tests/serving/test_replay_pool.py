@@ -81,7 +81,7 @@ class FakePool(replay_pool.ReplayPool):
 
 
 def verify(is_verify: bool, state_pool: Any, tokens: int = 2, size: int = 5) -> None:
-    """Of four tokens, by two layers, with a request pool of that size."""
+    """Run a forward of four tokens by two layers, with a request pool of that size."""
     requests = SimpleNamespace(
         size=size, mamba_pool=state_pool, mamba2_layer_index=lambda layer_id: layer_id - 10
     )
@@ -101,7 +101,7 @@ def verify(is_verify: bool, state_pool: Any, tokens: int = 2, size: int = 5) -> 
 
 
 def test_only_verify_forwards_are_recorded() -> None:
-    """Of a target that keeps no snapshots."""
+    """They are recorded only for a target that keeps no snapshots."""
     verify(True, SimpleNamespace())
     pool = FakePool()
     verify(False, pool)

@@ -1,4 +1,4 @@
-"""What SGLang does without the rows of serving's seams."""
+"""SGLang without the rows of serving's seams."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is counted of decode steps, what is warned of, and what is shown: /server_info, /metrics and
-the docs name the same."""
+"""Counts of decode steps, warnings, and the shown metrics: /server_info, /metrics and the docs name
+the same."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What SGLang's argument resolution makes of flags with our plugin loaded, and which worker serves
-a pair."""
+"""Results of SGLang's argument resolution with our plugin loaded, and the worker that serves a
+pair."""
 
 from __future__ import annotations
 

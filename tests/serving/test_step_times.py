@@ -1,4 +1,4 @@
-"""Where the time of decode steps goes: of a worker whose target's forward takes 0.7 s, and no other
+"""Time of decode steps by their parts: of a worker whose target's forward takes 0.7 s, and no other
 part any time."""
 
 from __future__ import annotations

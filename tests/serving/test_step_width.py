@@ -124,7 +124,7 @@ def test_a_fixed_width_asks_nothing() -> None:
 
 @pytest.fixture
 def _decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is prepared for a step of width 1."""
+    """Replace SGLang's preparation of a step of width 1."""
     monkeypatch.setattr(serving_batch, "prepare_mamba_track_for_verify", lambda _batch: None)
     monkeypatch.setattr(
         ForwardBatch, "init_new", lambda batch, *_, **__: SimpleNamespace(tokens=len(batch.reqs))
@@ -204,7 +204,7 @@ def test_a_prefill_comes_after_what_waits() -> None:
 def policy_of(
     flags: dict[str, Any], settings: dict[str, Any] | None = None, block: int = 8, trained: int = 8
 ) -> WidthPolicy:
-    """What `--speculative-dflash-NAME` flags give on a plain CPU with changed settings."""
+    """Return the policy of `--speculative-dflash-NAME` flags on a CPU with changed settings."""
     server_args = SimpleNamespace(
         **{ATTRIBUTE: {f"speculative_dflash_{name}": value for name, value in flags.items()}}
     )

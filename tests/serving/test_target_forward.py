@@ -39,7 +39,7 @@ class Graphs:
 
 
 class Runner:
-    """What `TargetForwardByWidth` uses of SGLang's runner."""
+    """The part of SGLang's runner that `TargetForwardByWidth` uses."""
 
     prefill_attention_backend_str = decode_attention_backend_str = "fa3"
 

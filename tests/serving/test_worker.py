@@ -140,7 +140,7 @@ class MaskingSampler(Sampler):
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_the_sampling_masks_of_a_step_are_handed_on(greedy: bool) -> None:
-    """Of every position of the requests that ask, with how many of them are committed."""
+    """They hold every position of the requests that ask, and the number of committed ones."""
     worker = filled(worker_of(sampler=MaskingSampler()), LENGTHS)
     info = sampling_info(sampling_mask_batch_indices=torch.tensor([1]), is_all_greedy=greedy)
     result = worker.forward_batch_generation(decode_of(LENGTHS, sampling_info=info))
