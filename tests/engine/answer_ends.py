@@ -36,7 +36,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def condition(kind: str, tokenizer: Any, ids: list[int], at: int) -> dict[str, Any]:
-    """What ends the answer `ids` with its token `at`, or earlier."""
+    """Return sampling parameters that end the answer `ids` at its token `at`, or earlier."""
     # Of two tokens: one may be a part of a character.
     text = tokenizer.decode(ids[at - 1 : at + 1])
     found: dict[str, dict[str, Any]] = {
@@ -98,7 +98,7 @@ def ends(server: Server) -> Answers:
 
 
 def once(answers: Answers) -> Answers:
-    """Of `ends`'s answers those that `ends_once` gives."""
+    """Select those of `ends`'s answers that `ends_once` gives."""
     each = len(PAIRS)
     return [one for at in range(0, len(answers), 2 * each) for one in answers[at : at + each]]
 

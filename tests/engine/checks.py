@@ -1,5 +1,5 @@
-"""What a comparison with plain decoding must also show, so that it is not empty: drafts that are
-accepted, widths and recordings that were used, recurrent states that are the same."""
+"""Checks that a comparison with plain decoding is not empty: drafts are accepted, widths and
+recordings are used, recurrent states are the same."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def cached_tokens(answers: list[dict[str, Any]]) -> list[int]:
 
 
 def prefix_found(seen: Seen) -> None:
-    """Of the shared prefixes. Pages of 16 round what is cached; the plain server has pages of 1."""
+    """Shared prefixes are cached. Pages of 16 round their lengths; the plain server's are of 1."""
     if "shared prefix" in seen.ours:
         both = seen.ours["shared prefix"], seen.theirs["shared prefix"]
         got, expected = map(cached_tokens, both)
@@ -266,8 +266,8 @@ def prefix_found(seen: Seen) -> None:
 
 
 def history_found(seen: Seen) -> None:
-    """Of a chat. One more is an answer's last token: the verify step has computed its KV, a plain
-    step has not."""
+    """A chat's history is cached. One more token is an answer's last one: the verify step has
+    computed its KV, a plain step has not."""
     for kind, got in seen.ours.items():
         pairs = zip(cached_tokens(got), cached_tokens(seen.theirs[kind]), strict=True)
         assert {ours - plain for ours, plain in pairs} <= {0, 1}

@@ -1,4 +1,4 @@
-"""How the tests send requests."""
+"""Functions that send a test's requests."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.engine.session import ServerSession
 
 
 class Row(NamedTuple):
-    """What is compared on one server.
+    """The requests that are compared on one server.
 
     Attributes:
         also: checks after each comparison.

@@ -91,7 +91,7 @@ def servers(request: pytest.FixtureRequest) -> Iterator[ServerSession]:
 
 @pytest.fixture
 def recorded(request: pytest.FixtureRequest, servers: ServerSession) -> dict[Any, list[Ask]]:
-    """What the test declares, known before its own server starts."""
+    """Return the recordings that the test declares, known before its own server starts."""
     declared = recordings_of(request.node)
     for config, asks in declared.items():
         servers.record(config, *asks)

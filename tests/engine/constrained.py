@@ -21,7 +21,7 @@ THINKING = THINKING_PLAIN.named("thinking").having(**DFLASH_FLAGS)
 
 
 def thoughts(server: Server) -> Answers:
-    """Of a model that may think for so many tokens, alone and before JSON, all in the same
+    """Return answers with a limit on thinking tokens, alone and before JSON, all in the same
     batches."""
     limits = [{"max_thinking_tokens": n} for n in (0, 1, 3, 7, 8, 9, 20)] + [{}]
     point = {"json_schema": json.dumps(features.POINT), "ignore_eos": False}

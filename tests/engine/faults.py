@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Fault(RuntimeError):
-    """What is raised."""
+    """The error that is raised."""
 
 
 def _fail(place: str, requests: Iterable[Any]) -> None:

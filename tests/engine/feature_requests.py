@@ -1,4 +1,4 @@
-"""What a request can ask for: one function per feature, sent to every server that answers it."""
+"""Requests for every feature: one function per feature, sent to every server that answers it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def grammars(server: Server) -> Answers:
 
 
 def logprobs(server: Server) -> Answers:
-    """Of the prompt and of the output; greedy, sampled with no choice left, and with a bias."""
+    """Ask for them in prompt and output; greedy, sampled with no choice left, with a bias."""
     ways: list[dict[str, Any]] = [
         {},
         {"temperature": 0.7, "top_k": 1},
@@ -78,7 +78,7 @@ def logprobs(server: Server) -> Answers:
 
 
 def scores(server: Server) -> Answers:
-    """Of requests for no token: log-probabilities of the prompt and after it, and those at chosen
+    """Ask for no token: log-probabilities of the prompt and after it, and those at chosen
     positions; each by itself, then all beside requests for tokens."""
     asked: list[dict[str, Any]] = [
         {},
@@ -112,7 +112,7 @@ UNSURE = PROMPTS["short"][8:11]
 
 
 def biases(server: Server) -> Answers:
-    """Of every prompt: without, and with two biases mild enough that every token still counts."""
+    """Ask every prompt with each of `BIASES`, mild enough that every token still counts."""
     return together(lambda t=t, b=b: ask(server, t, logit_bias=b) for t in UNSURE for b in BIASES)
 
 
@@ -248,7 +248,7 @@ def aborts(server: Server) -> Answers:
 
 
 def hidden_states(server: Server) -> Answers:
-    """Of every token, streamed and not, with an end inside a block, and of a sampled request."""
+    """Ask for all tokens' states, streamed and not, with an end inside a block, and sampled."""
     ids = ask(server, PROMPTS["demo"][1], max_new_tokens=40)["output_ids"]
     ways: list[dict[str, Any]] = [
         {},

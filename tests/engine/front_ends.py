@@ -66,7 +66,7 @@ def _asked(
 
 
 def _common(value: Any) -> Any:
-    """What is not unique to a request."""
+    """Return the value without the keys that are unique to a request."""
     if isinstance(value, dict):
         return {key: _common(one) for key, one in value.items() if key not in UNIQUE}
     return [_common(one) for one in value] if isinstance(value, list) else value

@@ -45,7 +45,7 @@ EXPERTS = {
 
 
 def config_of(kind: str = "Qwen3_5") -> Any:
-    """Of that shape: "Qwen3_5" is dense, "Qwen3_5Moe" and "Qwen3Next" have experts."""
+    """Return a config of `SHAPE`: "Qwen3_5" is dense, "Qwen3_5Moe" and "Qwen3Next" have experts."""
     import transformers
 
     if kind == "Qwen3_5":

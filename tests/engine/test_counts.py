@@ -31,7 +31,7 @@ SGLANGS = "sglang:spec_verify_calls_total"
 
 
 class Reading:
-    """What /server_info and /metrics show at a time when no request runs."""
+    """The counts of /server_info and /metrics at a time when no request runs."""
 
     def __init__(self, server: Server) -> None:
         # Answered by the process that counts: afterwards all counts are written.

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def loading(servers: ServerSession, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What loading.py prints; only our CPU plugin is loaded there."""
+    """Return the output of loading.py, which loads our CPU plugin only."""
     log = tmp_path_factory.mktemp("loading") / "log"
     command = "tests.platform_cpu.loading"
     status, lines = servers.nursery.run(command, log=log, SGLANG_PLUGINS="dflash_cpu")

@@ -126,7 +126,7 @@ def pair_router(prefill: Server, decode: Server, bootstrap: int) -> AbstractCont
 
 
 def answers(one: Server | Pair, prompts: list[str]) -> list[dict[str, Any]]:
-    """Of all prompts, `CLIENTS` at a time, twice: the second time their prefixes are cached."""
+    """Ask all prompts, `CLIENTS` at a time, twice: then their prefixes are cached."""
     with ThreadPoolExecutor(CLIENTS) as pool:
         return list(pool.map(lambda text: one.generate(text, **GREEDY), [*prompts, *prompts]))
 
@@ -244,7 +244,7 @@ def timed(url: str, text: str) -> tuple[float, float, int, list[int]]:
 
 
 def test_speed_beside_plain_decoding(servers: ServerSession) -> None:
-    """Of two pairs, one after the other; which is faster is not judged."""
+    """Print the times of two pairs, one after the other; neither has to be the faster one."""
     prompts, outputs = PAIR.prompts[:24], []
     for config in (PLAIN.named("pd-plain"), DENSE):
         with disaggregated(servers, config) as both:
@@ -268,7 +268,7 @@ def killed(server: Server) -> None:
 
 
 def statuses(url: str, prompts: list[str], meanwhile: Callable[[], None]) -> list[int]:
-    """Of long answers to prompts, all at once, while something happens."""
+    """Return the status codes of long answers, all at once, while `meanwhile` runs."""
     with ThreadPoolExecutor(len(prompts)) as pool:
         asked = [
             pool.submit(post, url, text, **{**GREEDY, "max_new_tokens": 400}) for text in prompts

@@ -1,4 +1,4 @@
-"""What the size of the draft KV cache costs on real servers: acceptance, and the target's memory.
+"""Cost of the draft KV cache's size on real servers: acceptance, and the target's memory.
 (Not its outputs: test_exactness.py.)"""
 
 from __future__ import annotations

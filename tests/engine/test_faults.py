@@ -32,7 +32,7 @@ BOUND = 60
 
 
 class Outcome(NamedTuple):
-    """How a request ended, when, and its tokens."""
+    """The way in which a request ended, the time, and its tokens."""
 
     how: str
     at: float

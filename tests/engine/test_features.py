@@ -1,5 +1,6 @@
-"""What the answers to request features must be, beyond plain decoding's (test_exactness.py compares
-them): a grammar is followed, a session continues from what is cached, an abort ends a request.
+"""Properties of the answers to request features, beyond equality with plain decoding's
+(test_exactness.py): a grammar is followed, a session continues from its cache, an abort ends a
+request.
 
 The requests are in feature_requests.py.
 """

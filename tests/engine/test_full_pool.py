@@ -1,5 +1,5 @@
-"""What plain decoding answers in a pool of 256 tokens, our worker answers: near the pool's end its
-steps take what is left. And an answer ends at the end of the context."""
+"""Our worker gives plain decoding's answers in a pool of 256 tokens: near the pool's end its steps
+take the slots that are left. And an answer ends at the end of the context."""
 
 from __future__ import annotations
 

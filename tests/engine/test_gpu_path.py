@@ -39,7 +39,7 @@ PLANNED = "Stream.synchronize at sglang/srt/managers/overlap_utils.py:resolve_se
 
 
 def report(server: Server) -> dict[str, Any]:
-    """What the scheduler says of its GPU."""
+    """Return the scheduler's report of its GPU."""
     return server.info()["internal_states"][0]["fake_gpu"]
 
 
@@ -150,8 +150,8 @@ def test_a_decode_step_waits_for_its_results_only(config: ServerConfig, server: 
 
 
 def held(server: Server) -> int:
-    """How many storages its GPU holds at rest. The tensors of the last step stay until there is
-    another one, in any size."""
+    """Return the number of storages on its GPU at rest. The last step's tensors stay until the
+    next step, in any size."""
     client.at_rest(server)
     client.ask(server, asks.PROMPTS["demo"][0], max_new_tokens=8)
     client.at_rest(server)
@@ -164,7 +164,7 @@ def held(server: Server) -> int:
     ids=str,
 )
 def test_requests_leave_no_memory_behind(config: ServerConfig, server: Server) -> None:
-    """Of every sort, once a batch of each has run; 20 times as many if SGLANG_DFLASH_FUZZ is 20."""
+    """Run a batch of each sort, then once more, or 20 times if SGLANG_DFLASH_FUZZ is 20."""
     before = 0
     for i in range(1 + FUZZ):
         if i == 1:
@@ -178,7 +178,7 @@ def test_requests_leave_no_memory_behind(config: ServerConfig, server: Server) -
 @pytest.mark.long
 @pytest.mark.parametrize("config", [g.SIZED, g.SIZED_WINDOW, g.HYBRID_SIZED], ids=str)
 def test_the_pools_are_as_large_as_inspect_says(config: ServerConfig, server: Server) -> None:
-    """Of its launch command; and as much memory is left."""
+    """`inspect` is given the server's launch command; as much memory is left, too."""
     launch = ["--", "python", "-m", "sglang.launch_server", *map(str, config.args())]
     inspect = ["-m", "sglang_dflash", "inspect", "--offline", "--json", "--memory-gib", "3"]
     command = [sys.executable, *inspect, *launch]

@@ -182,7 +182,7 @@ def without_known_failures(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def problem(server: Server, path: str, body: Any) -> str | None:
-    """What is wrong with the answer: a 5xx, none at all, or a stream that reports a 5xx."""
+    """Return the answer's fault, or None: a 5xx, no answer, or a stream that reports a 5xx."""
     try:
         answer = requests.post(f"{server.url}{path}", json=body, timeout=30)
     except requests.RequestException as error:

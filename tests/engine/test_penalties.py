@@ -1,5 +1,5 @@
-"""Why serving/step/penalty_counts.py: without it SGLang's penalties depend on what else is served.
-With it they do not (test_exactness.py: `alone` and `joining`)."""
+"""The reason for serving/step/penalty_counts.py: without it SGLang's penalties depend on the other
+requests of the batch. With it they do not (test_exactness.py: `alone` and `joining`)."""
 
 from __future__ import annotations
 

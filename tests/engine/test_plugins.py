@@ -1,5 +1,5 @@
-"""Which changes of SGLang each documented value of SGLANG_PLUGINS makes: in every process, and in a
-scheduler process that our worker serves. (Requests without the repairs: test_exactness.py,
+"""Patches of SGLang that each documented value of SGLANG_PLUGINS installs: in every process, and in
+a scheduler process that our worker serves. (Requests without the repairs: test_exactness.py,
 `worker-only`.)"""
 
 from __future__ import annotations

@@ -48,14 +48,14 @@ DRAFT_KV = 3 * 2 * 2 * 64 * 4
 
 
 def state_bytes() -> int:
-    """Of a state in float32."""
+    """Bytes of a recurrent state in float32."""
     shape = TARGET.recurrent
     assert shape is not None
     return shape.layers * 4 * (shape.state + shape.channels * shape.window)
 
 
 def replay_bytes() -> int:
-    """Of all requests and a row of padding."""
+    """Replay's bytes for all requests and a row of padding."""
     assert TARGET.recurrent is not None
     each = sizes.replay_bytes(TARGET.recurrent, BLOCK, itemsize=4, gate_itemsize=4)
     return (REQUESTS + 1) * each

@@ -1,4 +1,4 @@
-"""What the log and /server_info tell of a server."""
+"""The log and /server_info of a server."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def output(server: Server) -> list[int]:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """Of another architecture, with names of the target's tensors."""
+    """Weights of another architecture, with names of the target's tensors."""
     folder = tmp_path / "other"
     shutil.copytree(PAIR.draft, folder)
     config = json.loads((folder / "config.json").read_text())

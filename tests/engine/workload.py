@@ -75,7 +75,7 @@ def run_half(server: Server) -> ByKind:
 
 
 def halved(answers: ByKind) -> ByKind:
-    """Of `run`'s answers those that `run_half` gives."""
+    """Select those of `run`'s answers that `run_half` gives."""
     return {name: every[::2] for name, every in answers.items()}
 
 
@@ -90,7 +90,7 @@ def some_short_and_demo(server: Server) -> ByKind:
 
 
 def half_of_two(answers: ByKind) -> ByKind:
-    """Of `run`'s answers those that `some_short_and_demo` gives."""
+    """Select those of `run`'s answers that `some_short_and_demo` gives."""
     return {name: answers[name][::2] for name in ("short", "demo")}
 
 
@@ -225,8 +225,8 @@ def _answer(server: Server, prompt: list[int]) -> dict[str, Any]:
 
 
 def hybrid_answers(server: Server) -> ByKind:
-    """Of recurrent targets, each with its prompt: to 40 prompts, eight at a time, the shared
-    prefixes one after another; and to four chats of three turns."""
+    """Return a recurrent target's answers: to 40 prompts, eight at a time, the shared prefixes one
+    after another; and to four chats of three turns."""
     one = functools.partial(_answer, server)
 
     def chat(index: int) -> Answers:

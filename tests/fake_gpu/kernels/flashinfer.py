@@ -27,8 +27,8 @@ def paged_attention(
     left: int,
     cap: float,
 ) -> None:
-    """Of sequences in a row, whose keys are `slots[starts[b] : starts[b + 1]]` of the cache, or
-    without `slots` in a row, too. `lse` `[tokens, heads]` has the base 2."""
+    """Attend for concatenated sequences, whose keys are `slots[starts[b] : starts[b + 1]]` of the
+    cache, or concatenated, too, without `slots`. `lse` `[tokens, heads]` has the base 2."""
     rows_of, keys_of = (list(itertools.pairwise(x.tolist())) for x in (queries, starts))
     for (a, b), (first, last) in zip(rows_of, keys_of, strict=True):
         at = slice(first, last) if slots is None else slots[first:last].long()
