@@ -55,7 +55,7 @@ def test_arms_and_their_flags() -> None:
 def test_float32_on_a_gpu_has_an_attention_backend_that_serves_it(
     hopper: bool, blackwell: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What SGLang takes there by itself serves 16 bits only."""
+    """The backends that SGLang selects by itself serve 16 bits only."""
     pytest.importorskip("sglang.srt")
     from sglang.srt.arg_groups import model_override_base as sglangs
 

@@ -187,7 +187,7 @@ def test_two_processes_fetch_it_once(index: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command tells, in one line, besides its progress."""
+    """Return the command's one line of output on stderr besides its progress."""
     assert cli.main(["demo-models", "smollm2"]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""

@@ -71,7 +71,7 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("field", UNSUPPORTED)
 def test_other_drafts_are_told_apart_from_mistakes(field: str) -> None:
-    """What is a mistake stands in tests/broken_drafts.py, keys of other drafts in
+    """Mistakes are in tests/broken_drafts.py, keys of other drafts in
     tests/facts/test_draft_keys.py."""
     with pytest.raises(UnsupportedDraft) as refused:
         DraftConfig.from_dict(UNSUPPORTED[field])

@@ -211,7 +211,7 @@ PATHS = sorted({*READ, *INERT, *FOREIGN, *EXAMPLES})
 @bounded
 @given(made=st.lists(st.tuples(st.sampled_from(PATHS), values), min_size=1, max_size=2))
 def test_no_value_of_a_known_key_is_dropped(made: list[tuple[str, Any]]) -> None:
-    """Where keys that are read leave the config as it is, they give what it has by default."""
+    """Keys that are read and do not change the config hold its defaults."""
     try:
         config = config_with(*made)
     except ConfigError:

@@ -35,7 +35,7 @@ SPECFORGE: dict[str, Any] = {
 
 
 def of_automodel(window: int | None, architecture: str, **of_dflash2: int) -> dict[str, Any]:
-    """What `_build_qwen3_draft_config` of NeMo Automodel's train_dflash.py makes, as it is saved: a
+    """Return the saved config of `_build_qwen3_draft_config` in NeMo Automodel's train_dflash.py: a
     Qwen3 config of the target's fields."""
     kind = "full_attention" if window is None else "sliding_attention"
     config = Qwen3Config.from_dict(

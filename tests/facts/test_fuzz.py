@@ -85,7 +85,7 @@ def _torch_is_complete() -> None:
 
 
 def in_one_line(read: Callable[[], Any]) -> Any:
-    """What `read` returns, None if it refuses; any other error and a delay are failures."""
+    """Return `read`'s result, None if it refuses; any other error and a delay are failures."""
     began = time.process_time()
     try:
         return read()

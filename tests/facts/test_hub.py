@@ -1,4 +1,4 @@
-"""What the hub has left in the local cache."""
+"""Files of the hub in the local cache."""
 
 from __future__ import annotations
 

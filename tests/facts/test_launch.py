@@ -1,4 +1,4 @@
-"""What of a server's command line is refused before SGLang is imported."""
+"""Command lines of a server that are refused before SGLang is imported."""
 
 from __future__ import annotations
 

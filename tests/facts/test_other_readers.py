@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Tokenizer:
-    """What the recipe asks of one: a token is left over."""
+    """The part of a tokenizer that the recipe reads: a token is left over."""
 
     def __len__(self) -> int:
         return 95

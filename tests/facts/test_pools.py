@@ -1,4 +1,4 @@
-"""How many recurrent states a server has by default, and what it says of its pools."""
+"""The default number of a server's recurrent states, and its log lines about its pools."""
 
 from __future__ import annotations
 

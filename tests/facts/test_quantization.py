@@ -1,4 +1,4 @@
-"""Which quantized drafts our worker takes, by what their configs say; others keep their reason."""
+"""Quantized drafts that our worker takes, by their configs; others keep their reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIXED = {
 
 
 def weights(**changes: Any) -> dict[str, Any]:
-    """Of compressed-tensors, with other weights in a second group."""
+    """Return a compressed-tensors config with other weights in a second group."""
     own = {"targets": ["re:.*fc"], "weights": {"num_bits": 4, "type": "int", **changes}}
     return {**CT, "config_groups": {**CT["config_groups"], "group_1": own}}
 

@@ -1,4 +1,4 @@
-"""What is read from a target's config.json."""
+"""Facts that are read from a target's config.json."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_target_fields_are_named(change: dict[str, Any], message: str) -> None:
 
 
 def test_sliding_layers_with_a_pool_of_their_own_cost_a_part() -> None:
-    """Of the architectures for which SGLang has such a pool, by its own list."""
+    """These are the architectures for which SGLang has such a pool, by its own list."""
     every = target_kv_bytes(TargetGeometry.from_dict(TARGET), 2)
     raw = {**TARGET, "layer_types": ["sliding_attention", "full_attention"] * 3}
     assert target_kv_bytes(TargetGeometry.from_dict(raw), 2) == every

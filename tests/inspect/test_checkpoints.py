@@ -1,4 +1,4 @@
-"""What `sglang-dflash inspect` checks of weights: the target's files, and whether a draft's are.
+"""Checks of weights by `sglang-dflash inspect`: the target's files, and whether a draft's are.
 (Broken drafts: tests/serving/test_broken_drafts.py.)"""
 
 from __future__ import annotations

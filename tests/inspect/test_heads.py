@@ -1,4 +1,4 @@
-"""What a draft's head reads in a step."""
+"""Bytes that a draft's head reads in a step."""
 
 from __future__ import annotations
 

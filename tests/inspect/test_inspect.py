@@ -1,4 +1,4 @@
-"""What `sglang-dflash inspect` finds of a pair, how it prints it, and what it refuses."""
+"""Findings of `sglang-dflash inspect` on a pair, their printed form, and its refusals."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_rings_leave_the_rest_to_the_target() -> None:
 
 
 def test_sliding_layers_gain_without_a_window() -> None:
-    """What they cannot see is not kept; a full layer beside them keeps all."""
+    """Tokens that they cannot see are not kept; a full layer beside them keeps all."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     draft = raw_config(layer_types=kinds, sliding_window=100)
     serving = Serving(max_running_requests=3, kv_memory_gib=1.0)

@@ -1,4 +1,4 @@
-"""How many recurrent states `inspect` expects is what SGLang's own sizing gives."""
+"""The number of recurrent states that `inspect` expects is that of SGLang's own sizing."""
 
 from __future__ import annotations
 
