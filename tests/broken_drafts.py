@@ -29,8 +29,8 @@ UP, NORM = "layers.0.mlp.up_proj.weight", "norm.weight"
 
 
 def server_flags(*more: str, target: object = PAIR.target, draft: object = PAIR.draft) -> list[str]:
-    """Of a DFLASH server for the demo pair; of a flag that is given twice the last one counts.
-    `draft`: None gives none."""
+    """Return the flags of a DFLASH server for the demo pair; `draft`: None leaves its flag out.
+    The last one of a repeated flag counts."""
     given = () if draft is None else ("--speculative-draft-model-path", str(draft))
     return ["--model-path", str(target), "--speculative-algorithm", "DFLASH", *given, *more]
 

@@ -91,8 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What collection imported stays: no later search for garbage need look at it. SGLang searches
-    whenever it measures memory."""
+    """Keep what collection imported out of later garbage collections: SGLang collects whenever it
+    measures memory."""
     gc.freeze()
     gc.enable()
 

@@ -69,7 +69,7 @@ class OpRecorder:
 
 
 class Recording:
-    """What `OpRecorder` returns: calling it repeats the run."""
+    """A run recorded by `OpRecorder`: calling it repeats the run."""
 
     def __init__(self, ops: list[_Op]) -> None:
         self.ops = ops

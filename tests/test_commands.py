@@ -98,7 +98,7 @@ def experiment_takes_the_options(command: Printed) -> None:
 
 
 def its_commit_is_named(command: Printed) -> None:
-    """Of an experiment or a recipe that is gone."""
+    """Check that the page names the commit of an experiment or a recipe that is gone."""
     assert f"`{command.text}` at commit " in (ROOT / command.page).read_text()
 
 

@@ -29,7 +29,7 @@ def test_it_is_short_and_begins_with_what_a_user_needs() -> None:
 
 @pytest.mark.engine
 def test_every_flag_that_is_named_is_a_flag() -> None:
-    """Of the server, of our commands, or of the programs in launch/ and experiments/."""
+    """Flags are the server's, our commands', or those of programs in launch/ and experiments/."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 

@@ -1,4 +1,4 @@
-"""What a release and a deployment are made of: parsed here, for no image is built and nothing
+"""The parts of a release and a deployment: parsed here, for no image is built and nothing
 published."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tests run, and in which process (`launch/test.sh`)."""
+"""The tests that run in each tier, and their process (`launch/test.sh`)."""
 
 from __future__ import annotations
 
