@@ -90,7 +90,7 @@ def test_a_logit_that_is_not_finite_gives_no_id(ranks: int, value: float) -> Non
     half = VOCAB // ranks
 
     def gather(x: torch.Tensor) -> torch.Tensor:
-        """As if every rank had its own half."""
+        """Return the maxima as if every rank had its own half of the vocabulary."""
         parts = [logits[:, i * half : (i + 1) * half].max(-1) for i in range(ranks)]
         return torch.stack(
             [torch.stack((p.values, (p.indices + i * half).float())) for i, p in enumerate(parts)]

@@ -13,7 +13,7 @@ from sglang_dflash.drafting.plain_context import PlainContext
 
 
 class Waiting(PlainContext):
-    """Before a drafter that keeps what it absorbs."""
+    """A plain context whose drafter keeps the calls of `absorb`."""
 
     def __init__(self) -> None:
         drafter: Any = SimpleNamespace(absorb=self._keep)

@@ -39,7 +39,7 @@ BLOCK = 4
 
 
 class Other:
-    """Not torch's operations by type, but the same results, except for those of `wrong`."""
+    """Operations of another type than torch's with the same results, except for `wrong`'s."""
 
     def __init__(self, wrong: str = "", change: float = 0.01) -> None:
         self._ops, self._wrong, self._change = TorchOps(), wrong, change

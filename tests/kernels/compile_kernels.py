@@ -194,7 +194,7 @@ def step_cases(config: DraftConfig) -> list[Case]:
 
 
 def dflash2_cases() -> list[Case]:
-    """At the shapes of z-lab's drafts: blocks of 8 and 16, 2 taps over groups of 16 channels, 16
+    """Return cases at z-lab's shapes: blocks of 8 and 16, 2 taps over groups of 16 channels, 16
     candidates, tables of rank 256. Logits are of the largest vocabulary that SGLang serves."""
     rank, width, chunk = 256, 2**18, {"CHUNK": candidates.CHUNK}
     some = {**chunk, "CHUNKS": candidates.CHUNKS}

@@ -58,7 +58,7 @@ def executed(sass: str, turns: int = 1) -> Executed:
 
 
 def _instructions(sass: str) -> list[_Instruction]:
-    """Up to the branch to itself behind the kernel; what follows is called or padding."""
+    """Parse up to the branch to itself behind the kernel; the rest is called or padding."""
     found = []
     line = r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?([A-Z]\w*)(\.\S+)?(.*?);"
     for address, predicate, operation, _, rest in re.findall(line, sass):

@@ -114,7 +114,7 @@ class TwoRuns:
 
 
 def drafter_of(window: int | None) -> Drafter:
-    """On Triton's operations. Tensors hold anything: nothing is computed."""
+    """Make a drafter on Triton's operations. Tensors hold anything: nothing is computed."""
     model = DraftModel(CONFIG, ops=TritonOps()).bfloat16().freeze()
     options = Options(window=window).resolve(CONFIG)
     dtype = torch.bfloat16

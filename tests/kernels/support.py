@@ -57,7 +57,7 @@ class Counted:
         return Traffic(self.read, self.written)
 
     def check(self, expected: Traffic) -> None:
-        """On a GPU nothing is counted."""
+        """Check the counted traffic; on a GPU nothing is counted."""
         assert DEVICE == "cuda" or self.traffic == expected
 
 

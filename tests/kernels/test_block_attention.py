@@ -58,7 +58,7 @@ def inputs(
 
 
 def workspace(q: Tensor, kv_heads: int, splits: int) -> block_attention.Workspace | None:
-    """With room for one more request, and NaN where nothing was written."""
+    """Make a workspace for one more request, with NaN where nothing was written."""
     if splits == 1:
         return None
     requests, block, heads, head_dim = q.shape
@@ -72,7 +72,7 @@ def workspace(q: Tensor, kv_heads: int, splits: int) -> block_attention.Workspac
 
 
 def reference(given: Given, layer: LayerAttention) -> Tensor:
-    """By torch, on copies without what must not be read."""
+    """Attend by torch, on copies without the entries that must not be read."""
     q, k, v, old, entries, seq_lens = given
     positions = context_positions(seq_lens, entries.shape[1], layer.reach)
     live = (positions < seq_lens[:, None]) & (entries >= 0)

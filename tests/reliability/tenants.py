@@ -101,7 +101,7 @@ class SecretTarget:
 
 
 def prepared(verify_input: Any, batch: Any, _worker: Any) -> tuple[Any, bool]:
-    """In place of `DFlashVerifyInput.prepare_for_verify`."""
+    """Stand-in for `DFlashVerifyInput.prepare_for_verify`."""
     batch.forward_mode = ForwardMode.TARGET_VERIFY
     return SimpleNamespace(
         req_pool_indices=batch.req_pool_indices,

@@ -162,7 +162,7 @@ def test_noise_by_rank_keeps_the_law_and_couples_nothing(noise: Tensor) -> None:
 
 
 def redrawn(block: Tensor, target_tokens: Tensor, law: Tensor, noise: Tensor) -> Accepted:
-    """After a rejection, a token of the whole law in place of the residual: drawn a second time."""
+    """Draw a rejected token again, from the whole law in place of the residual."""
     right = accept(block, target_tokens)
     at = (right.lengths - 1)[:, None]
     again = torch.multinomial(law.take_along_dim(at[..., None], 1)[:, 0], 1)[:, 0]
@@ -204,7 +204,7 @@ def shared_by_ratio(block: Tensor, _: Tensor, law: Tensor, noise: Tensor) -> Acc
 
 
 def replaced(accepted: Accepted, bonus: Tensor) -> Accepted:
-    """With another bonus token."""
+    """Return `accepted` with another bonus token."""
     tokens = accepted.tokens.scatter(1, (accepted.lengths - 1)[:, None], bonus[:, None])
     return Accepted(accepted.lengths, tokens, bonus)
 

@@ -70,7 +70,7 @@ class Found:
     retractions: int = 0
 
     def summary(self) -> dict[str, Any]:
-        """For a report."""
+        """Return the results for a report."""
         return {
             "requests": sum(self.requests.values()),
             "by_kind": dict(sorted(self.requests.items())),

@@ -123,7 +123,7 @@ def count_overwrites(cache: RingKVCache, rare: Counter[str]) -> None:
 
 
 def replace_everywhere(original: Any, ours: Any) -> None:
-    """In all modules that have imported it."""
+    """Replace a function in all modules that have imported it."""
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(original.__name__) is original:
             setattr(module, original.__name__, ours)

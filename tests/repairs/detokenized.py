@@ -41,8 +41,8 @@ class Answer(NamedTuple):
 
 
 def tokenizer_of(texts: Iterable[str], step: int) -> PreTrainedTokenizerFast:
-    """As a model's that writes such texts. Of the tags, one in `step` is a token, others are
-    several."""
+    """Return the tokenizer of a model that writes such texts. One in `step` tags is a token, the
+    others are several."""
     texts = list(texts)
     made = Tokenizer.from_file(str(demo_pair("dense").target / "tokenizer.json"))
     alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -38,7 +38,7 @@ def _published() -> Iterator[None]:
 
 
 def random_answers(case: Any) -> Iterator[tuple[detokenized.Answer, list[int]]]:
-    """With sizes of their events."""
+    """Yield random answers with the sizes of their events."""
     reasoning, tools, _, form = case
     rng = random.Random(f"{reasoning} {tools}")
     for _ in range(ANSWERS):

@@ -16,7 +16,7 @@ ASK = "sglang.srt.utils.common.kill_itself_when_parent_died"
 
 
 def _child(repaired: bool, news: Connection) -> None:
-    """As a detokenizer: its imports have taken until the server ended."""
+    """Run as a detokenizer whose imports have taken until the server ended."""
     news.send(os.getpid())
     parent: Any = multiprocessing.parent_process()
     parent.join(60)
@@ -35,7 +35,7 @@ def _server(repaired: bool, news: Connection) -> None:
 
 
 def _told(repaired: bool) -> str:
-    """By a child whose server got SIGTERM."""
+    """Return the message of a child whose server got SIGTERM."""
     ours, theirs = SPAWN.Pipe()
     server = SPAWN.Process(target=_server, args=(repaired, theirs))
     server.start()

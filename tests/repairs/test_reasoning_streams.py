@@ -1,4 +1,4 @@
-"""As test_tool_streams.py, with a parser of reasoning before that of tool calls."""
+"""The comparison of test_tool_streams.py with a parser of reasoning before that of tool calls."""
 
 from __future__ import annotations
 

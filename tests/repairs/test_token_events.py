@@ -32,8 +32,8 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def with_spaces() -> PreTrainedTokenizerFast:
-    """As of SentencePiece: a word begins with its space, which a text's first word loses, and
-    unknown characters are bytes."""
+    """Return a tokenizer like SentencePiece's: a word begins with its space, which a text's first
+    word loses, and unknown characters are bytes."""
     space = "▁"
     made = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True))
     made.pre_tokenizer = pre_tokenizers.Metaspace(replacement=space)
