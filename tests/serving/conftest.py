@@ -16,7 +16,7 @@ from tests.serving.published import tiny_checkpoints
 
 @pytest.fixture(autouse=True)
 def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For steps of a made-up target."""
+    """Replace SGLang's preparation of a verify forward, for steps of a made-up target."""
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
 
 

@@ -51,7 +51,7 @@ class FakeCuda(TorchDispatchMode):
         self._fake.__exit__(*error)
 
     def pin(self, host: Tensor) -> Tensor:
-        """In place of `Tensor.pin_memory`."""
+        """Stand-in for `Tensor.pin_memory`."""
         self.pinned.add(host.data_ptr())
         return host
 

@@ -184,7 +184,7 @@ def decode_of(lengths: Sequence[int], device: str = "cpu", **changes: Any) -> An
 
 
 def prepared(verify_input: Any, batch: Any, _worker: Any) -> tuple[Any, bool]:
-    """In place of `DFlashVerifyInput.prepare_for_verify`, which leaves the batch so too."""
+    """Stand-in for `DFlashVerifyInput.prepare_for_verify`, which leaves the batch so too."""
     batch.spec_info, batch.forward_mode = verify_input, ForwardMode.TARGET_VERIFY
     return SimpleNamespace(tokens=len(verify_input.draft_token)), False
 

@@ -94,7 +94,7 @@ def pages_of(tokens: int, page: int) -> int:
 
 
 def request_of(committed: int, allocated: int, new: int = 1000) -> Any:
-    """With so many tokens in KV slots, of so many reserved; `new` follow, the last without one."""
+    """Make a request with `committed` tokens in `allocated` slots; its last new one needs none."""
     return SimpleNamespace(
         kv=SimpleNamespace(kv_committed_len=committed, kv_allocated_len=allocated),
         origin_input_ids=[0] * committed,

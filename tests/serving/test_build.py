@@ -91,7 +91,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(kv_tokens: int = SLOTS - 1, allocator: Any = None, **ours: Any) -> Any:
-    """After SGLang's three calls."""
+    """Return the worker after SGLang's three calls."""
     if allocator is None:
         allocator = SimpleNamespace(size=kv_tokens, size_full=kv_tokens, page_size=1)
     model = random_model(RAW).freeze()

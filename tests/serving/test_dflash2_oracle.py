@@ -51,7 +51,7 @@ CASES["hybrid target"]["dflash_config"]["target_layer_ids"] = [1, 3, 5, 7, 9]
 
 
 class Dense(torch.nn.Module):
-    """In place of `RadixAttention`: over the context's K/V and the block's, by a mask."""
+    """Stand-in for `RadixAttention`: attends to the context's K/V and the block's, by a mask."""
 
     def __init__(self, k: Tensor, v: Tensor, of: Any) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ def plan_for(
 
 
 def needs(plan: Plan, recorded: int = 0, widths: Sequence[int] = ()) -> DraftMemory:
-    """On a CPU, where narrow widths of the target keep nothing."""
+    """Return the memory on a CPU, where narrow widths of the target keep nothing."""
     return draft_memory(plan.model.config, plan.server(POSITIONS, recorded, NarrowForwards(widths)))
 
 

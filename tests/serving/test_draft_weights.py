@@ -83,7 +83,7 @@ class Served:
         )  # fmt: skip
 
     def sent(self, named: Any, selector: str = "draft", load_format: Any = None) -> Any:
-        """By `update_weights_from_tensor` in a session of its own."""
+        """Send tensors by `update_weights_from_tensor` in a session of its own."""
         self.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
         request = SimpleNamespace(
             serialized_named_tensors=named, selector=selector, load_format=load_format,

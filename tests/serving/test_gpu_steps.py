@@ -57,7 +57,7 @@ WORKERS = pytest.mark.parametrize(
 def found_at_the_start(
     bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
 ) -> tuple[Tensor, Tensor]:
-    """As if all newest tokens stood before a text's first tokens, too."""
+    """Match as if all newest tokens stood before a text's first tokens, too."""
     return torch.full_like(bonus, LONGEST_MATCH), texts[requests.rows, :count].long()
 
 
@@ -122,7 +122,7 @@ def test_a_decode_step_of_any_width_waits_for_nothing(gpu: FakeCuda) -> None:
 
 
 class SeededSampler:
-    """As SGLang's, with the row of repairs."""
+    """A sampler like SGLang's, with the row of repairs."""
 
     def __call__(
         self, output: Any, info: Any, _logprobs: bool, _top: Any, _ids: Any, positions: Tensor

@@ -63,7 +63,7 @@ def plan_of(pair: Pair, options: ResolvedOptions, policy: WidthPolicy, name: str
 
 @pytest.fixture(autouse=True)
 def _a_servers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an H100."""
+    """Set what a server on an H100 has."""
     monkeypatch.setattr(memory, "captured_sizes", default_captures)
     monkeypatch.setattr(memory, "target_has_graphs", lambda _device: True)
     monkeypatch.setattr("sglang_dflash.serving.start.plan.processors_of", lambda _: 132)

@@ -59,7 +59,7 @@ def planned(*groups: GroupKV, needed: DraftMemory = NOTHING) -> MemoryPlan:
 
 
 def sglang_sizing(configurator: Any, budget_bytes: int) -> Any:
-    """As `MHAPoolConfigurator` does with the same two functions: bytes per token, then tokens."""
+    """Size pools as `MHAPoolConfigurator` does, by its functions: bytes per token, then tokens."""
     layers, cell = configurator.spec_aux_config.dflash_draft_num_layers, TARGET
     if layers:
         cell = scale_kv_cell_size_per_token_for_dflash(

@@ -159,7 +159,7 @@ def test_a_sampler_of_the_operators_own_samples() -> None:
 
 
 def made(kind: Any, is_deterministic: bool) -> Any:
-    """Without a server's settings, which it reads when it is made."""
+    """Make a sampler without a server's settings, which it reads when it is made."""
     found = kind.__new__(kind)
     found.__dict__["enable_deterministic"] = is_deterministic
     return found

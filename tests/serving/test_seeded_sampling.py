@@ -40,7 +40,7 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def sampled_by(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    """By this --sampling-backend."""
+    """Set --sampling-backend."""
     chosen = SimpleNamespace(kernel=SimpleNamespace(sampling_backend=backend))
     for module in (sglangs, seeded_sampling):
         monkeypatch.setattr(module, "get_exec", lambda: chosen)
@@ -205,7 +205,7 @@ def renormalized(keep: Tensor, probs: Tensor) -> Tensor:
 
 
 def top_k_renorm(probs: Tensor, top_ks: Tensor) -> Tensor:
-    """As the kernel: ties of the last one are kept."""
+    """Renormalize as the kernel does: ties of the last one are kept."""
     at = top_ks.clamp(max=probs.shape[-1]).long()[:, None] - 1
     return renormalized(probs >= probs.sort(-1, descending=True).values.gather(1, at), probs)
 

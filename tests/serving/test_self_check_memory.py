@@ -17,7 +17,7 @@ CUDA = torch.device("cuda")
 
 
 def most_bytes(shape: str, requests: int) -> int:
-    """At once, of a comparison of so many requests' coupled drafts."""
+    """Return the peak bytes of a comparison of that many requests' coupled drafts."""
     with FakeTensorMode(), torch.no_grad():
         config = config_of(f"z-lab/{shape}")
         model = random_model(config, CUDA, torch.bfloat16)

@@ -226,7 +226,7 @@ def test_that_drafts_do_not_pay_is_told_once(caplog: pytest.LogCaptureFixture) -
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
-    """In which the series of the test are."""
+    """Return the registry that holds the test's series."""
     made = prometheus_client.CollectorRegistry()
     for kind in ("Counter", "Gauge"):
         real = getattr(prometheus_client, kind)

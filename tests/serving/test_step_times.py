@@ -34,7 +34,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def worker(clock: Clock) -> Any:
-    """After a prefill."""
+    """Return a worker after a prefill."""
     made = filled(worker_of(), LENGTHS)
     made.figures.times = StepTimes(clock)
     made.target_worker.on_launch = lambda: clock.passes(0.7)

@@ -30,7 +30,7 @@ BLOCK = 4
 
 
 class Graphs:
-    """In place of SGLang's runner of captured graphs."""
+    """Stand-in for SGLang's runner of captured graphs."""
 
     def __init__(self, runner: Any, attn_backend: Any, speculative_num_draft_tokens: int) -> None:
         assert speculative_num_draft_tokens == runtime_context.get_spec().width
