@@ -76,7 +76,7 @@ def _sent(server: Server, text: str, sampling: dict[str, Any], streamed: bool) -
 
 
 def _ends(server: Server, name: str, times: int = 1, **sampling: Any) -> Answers:
-    """For each of 4 texts, `times` times: every pair of conditions, each first once."""
+    """Ask each of 4 texts `times` times with every pair of conditions, each first once."""
     tokenizer, jobs = _tokenizer(name), []
     for at, text in enumerate(demo_pair(name).prompts[:4]):
         seed = {"sampling_seed": 100 + at} if sampling else {}

@@ -33,7 +33,7 @@ def of_two_gib() -> None:
 
 
 def no_penalty_rows() -> None:
-    """Without the seams of serving/step/penalty_counts.py."""
+    """Remove the seams of serving/step/penalty_counts.py."""
     from sglang_dflash.repairs import plugin, seams
 
     kept = tuple(row for row in seams.SEAMS if ".penalty_counts:" not in str(row.ours))
@@ -42,8 +42,8 @@ def no_penalty_rows() -> None:
 
 
 def own_grammars() -> None:
-    """With a grammar backend of one's own, `own`: XGrammar's grammars, whose masks have a bool per
-    token, and which take no token back."""
+    """Add a grammar backend, `own`: XGrammar's grammars, whose masks have a bool per token, and
+    which take no token back."""
     from sglang.srt.constrained import base_grammar_backend as base
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
     from sglang.srt.server_args import add_grammar_backend_choices
@@ -79,7 +79,7 @@ def states() -> None:
 
 
 def no_containment() -> None:
-    """Without the seams of repairs/containment.py, and with faults."""
+    """Remove the seams of repairs/containment.py, and add faults."""
     from sglang_dflash.repairs import plugin, seams
 
     kept = tuple(row for row in seams.SEAMS if ".containment:" not in str(row.ours))

@@ -54,7 +54,7 @@ def _answers(seen: Seen) -> list[dict[str, Any]]:
 
 
 def drafted(seen: Seen) -> None:
-    """By our worker. A drafter that is never right would pass the comparison, too."""
+    """Our worker has drafted. A drafter that is never right would pass the comparison, too."""
     assert seen.report["worker"] == "sglang_dflash.serving.step.worker.DFlashWorker"
     found = [answer["meta_info"].get("spec_num_correct_drafts", 0) for answer in _answers(seen)]
     assert max(found) > 2
@@ -110,8 +110,8 @@ def used_every_width(seen: Seen, steps: int = 20) -> None:
 
 
 def drafted_at_every_width(first: float, steps: int = 20) -> Check:
-    """With the first draft accepted in more than that share of steps: the acceptance length of an
-    answer would depend on how many of its steps were drawn as plain."""
+    """Every width has drafted, and more than `first` of the first drafts were accepted: an answer's
+    acceptance length would depend on how many of its steps were drawn as plain."""
 
     def check(seen: Seen) -> None:
         used_every_width(seen, steps)
@@ -153,7 +153,7 @@ def thought_in_bounds(seen: Seen) -> None:
 
 
 def ended_alike(seen: Seen) -> None:
-    """For the same reason, with the same text and log-probabilities; many before their length."""
+    """Answers end for the same reason, with the same text and log-probabilities; many end early."""
     for got, expected in zip(seen.ours, seen.theirs, strict=True):
         assert got["text"] == expected["text"]
         ours, theirs = (answer["meta_info"] for answer in (got, expected))
@@ -211,8 +211,8 @@ def _every_number(value: Any) -> list[float]:
 
 
 def hidden_states_alike(seen: Seen) -> None:
-    """Those of the prompt's last chunk, then a row per token of the answer but the last. A request
-    that was retracted begins again with a prefill of all."""
+    """Hidden states are equal: the prompt's last chunk, then a row per token of the answer but the
+    last. A request that was retracted begins again with a prefill of all."""
     for got, expected in zip(seen.ours, seen.theirs, strict=True):
         states, info = got["meta_info"]["hidden_states"], got["meta_info"]
         if not info["num_retractions"]:
@@ -351,8 +351,8 @@ def states_found(kept: str) -> Check:
 
 
 def same_states(seen: Seen) -> None:
-    """At every length of a request at which both servers had a step, its states are the same (the
-    first rank's)."""
+    """A request's states are the same (the first rank's) at every length at which both servers had
+    a step."""
     ours, plain = (
         {path.name: path for path in seen.servers.path(shown_states(config)).glob("*.pt")}
         for config in (seen.config, seen.plain)

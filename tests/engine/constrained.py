@@ -44,8 +44,8 @@ GUIDANCE = GUIDANCE_PLAIN.named("llguidance").having(**DFLASH_FLAGS)
 
 
 def regular(server: Server) -> Answers:
-    """As `feature_requests.grammars`, without EBNF and bounds of numbers, which outlines does not
-    have."""
+    """Ask as `feature_requests.grammars` does, without EBNF and bounds of numbers, which outlines
+    does not have."""
     lines = features.POINT["properties"]["lines"] | {"items": {"type": "integer"}}
     schema = features.POINT | {"properties": features.POINT["properties"] | {"lines": lines}}
     kinds: list[dict[str, str]] = [

@@ -99,7 +99,7 @@ def random_widths_of_known_drafts(target_worker: Any) -> Extension:
 
 
 def random_widths_with_backends(_target_worker: Any) -> Extension:
-    """With an attention backend of the target for each width, as on a GPU, so that width 1 is a
+    """Give each width an attention backend of the target, as on a GPU, so that width 1 is a
     verification, too."""
 
     def made(target_worker: Any, widths: Sequence[int], _device: Any) -> TargetForwardByWidth:

@@ -178,7 +178,7 @@ def limits(server: Server) -> Answers:
 
 
 def processors(server: Server) -> Answers:
-    """Like the biases; the processor does not read the output so far."""
+    """Ask as `biases` does, by a processor that does not read the output so far."""
     nudge = {"custom_logit_processor": Nudged.to_str()}
     ways = [
         ({}, None),

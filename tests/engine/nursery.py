@@ -46,7 +46,7 @@ SHARED_FOLDER = "SGLANG_DFLASH_TEST_FOLDER"
 
 
 def serve(module: str, args: list[str], env: dict[str, str], log: str) -> None:
-    """In the forked child: be the process that `python -m module args` would be."""
+    """Become the process that `python -m module args` would be, in the forked child."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -80,7 +80,7 @@ def read_environment(metrics: bool) -> None:
 
 
 def _be(asked: dict[str, Any]) -> NoReturn:
-    """In the forked child: run, and end as Python would, without its clean-up of this process."""
+    """Run in the forked child, and end as Python would, without its clean-up of this process."""
     code = 1
     try:
         serve(**asked)

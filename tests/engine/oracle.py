@@ -65,7 +65,7 @@ class KnownDrafts:
         return block
 
     def _drafts(self, prompt: tuple[int, ...], length: int, width: int) -> list[int]:
-        """Up to B - 1 tokens after position `length`, fewer at the end of what is known."""
+        """Return up to `width - 1` tokens after position `length`, fewer at a known text's end."""
         known = [*prompt, *self._continuations.get(prompt, [])][length + 1 : length + width]
         right = random.Random(1000 * length + len(prompt)).randrange(width)
         return [token if i < right else (token + 1) % 1000 for i, token in enumerate(known)]

@@ -22,7 +22,7 @@ from tests.engine.servers import FILES, Ask, ServerConfig, recording_name
 
 
 class ServerSession:
-    """At most one server is alive per process: a machine with two cores has space for two.
+    """Servers of a test session, of which at most one is alive per process: two cores hold two.
 
     `needed` lists the recordings that tests of this session have declared: when one of a server's
     is made, all of them are, so that the server is not started for each.
@@ -52,7 +52,7 @@ class ServerSession:
 
     @property
     def nursery(self) -> Nursery:
-        """That of ordinary servers."""
+        """The nursery of ordinary servers."""
         return self.nursery_of(ServerConfig())
 
     def nursery_of(self, config: ServerConfig) -> Nursery:

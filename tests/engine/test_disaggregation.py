@@ -84,7 +84,7 @@ class Pair:
     url: str
 
     def generate(self, prompt: str | list[int], **sampling: Any) -> dict[str, Any]:
-        """As `Server.generate`."""
+        """Generate as `Server.generate` does."""
         response = post(self.url, prompt, **sampling)
         response.raise_for_status()
         return response.json()

@@ -44,7 +44,7 @@ def report(server: Server) -> dict[str, Any]:
 
 
 def proposals_from_graphs(seen: Seen) -> None:
-    """Those of one and two requests; larger batches have none."""
+    """Proposals for one and two requests come from graphs; larger batches have none."""
     assert seen.report["draft_graph_batch_sizes"] == [1, 2]
     assert seen.report["draft_graph_proposals"] > 10
     assert seen.report["draft_eager_proposals"] > 0

@@ -162,7 +162,7 @@ class Drawn:
 
 
 def limited(params: dict[str, Any], default: str) -> dict[str, Any]:
-    """With few tokens and few answers to generate: more would take time and test no more."""
+    """Limit tokens and answers to generate: more would take time and test no more."""
     params.setdefault(default, None)
     for name in TOKEN_LIMITS:
         if name in params and not (isinstance(params[name], int) and params[name] <= LONGEST):
@@ -174,7 +174,7 @@ def limited(params: dict[str, Any], default: str) -> dict[str, Any]:
 
 
 def without_known_failures(params: dict[str, Any]) -> dict[str, Any]:
-    """Without what SGLang answers with HTTP 500 and the guard leaves: docs/upstream.md."""
+    """Remove what SGLang answers with HTTP 500 and the guard leaves: docs/upstream.md."""
     if any(params.get(name) for name in GRAMMARS):
         params.pop("min_new_tokens", None)
         params.pop("min_tokens", None)

@@ -28,7 +28,7 @@ MEMORY: dict[str, Any] = {
 
 
 def sized(config: ServerConfig, name: str) -> ServerConfig:
-    """On a machine of 2 GiB, with nothing kept for pictures."""
+    """Return the config for a machine of 2 GiB, with nothing kept for pictures."""
     changed = config.named(name).changed("of_two_gib").having(**MEMORY)
     return changed.with_env(SGLANG_VLM_CACHE_SIZE_MB="0")
 

@@ -113,7 +113,7 @@ def by_tensor(server: Server, tensors: dict[str, Tensor], selector: str) -> requ
 
 
 def broadcast(server: Server, tensors: dict[str, Tensor], selector: str) -> requests.Response:
-    """From the first rank of a group that the server joins."""
+    """Send tensors from the first rank of a group that the server joins."""
     port, group = free_port(), f"group-{time.monotonic_ns()}"
     joins = {
         "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2,

@@ -32,7 +32,7 @@ CHAT_TOKENS, FIRST_TOKEN = 48, 200
 
 
 def prompts() -> dict[str, list[str]]:
-    """At least 60 prompts by what is special about them."""
+    """Return at least 60 prompts by their special property."""
     wrap, lex = inspect.getsource(textwrap), inspect.getsource(shlex)
     return {
         # One to about 40 tokens.
@@ -69,8 +69,8 @@ def run(server: Server) -> ByKind:
 
 
 def run_half(server: Server) -> ByKind:
-    """As `run`, every second prompt: for servers that differ from one that answers them all in one
-    thing."""
+    """Ask every second prompt of `run`: for servers that differ in one thing from one that answers
+    them all."""
     return _answers(server, {name: texts[::2] for name, texts in prompts().items()})
 
 
@@ -80,12 +80,12 @@ def halved(answers: ByKind) -> ByKind:
 
 
 def run_some(server: Server, each: int) -> ByKind:
-    """As `run`, the first prompts of each kind."""
+    """Ask the first prompts of each kind of `run`."""
     return _answers(server, {name: texts[:each] for name, texts in prompts().items()})
 
 
 def some_short_and_demo(server: Server) -> ByKind:
-    """As `run_half`, for servers of several processes."""
+    """Ask a part of `run_half`'s prompts: for servers of several processes."""
     return _answers(server, {name: prompts()[name][::2] for name in ("short", "demo")})
 
 
@@ -302,9 +302,9 @@ GAP = 0.06
 
 
 def _twelve() -> list[Callable[[Server], dict[str, Any]]]:
-    """With a penalty and without, in turn. Some prompts take several prefill chunks.
+    """Return requests with a penalty and without, in turn. Some prompts take several chunks.
 
-    Of texts that the target did not memorize: there a penalty changes the answer.
+    The target did not memorize these texts: a penalty changes the answer.
     """
     texts = [*prompts()["short"][4:13], *prompts()["long"][:3]]
     ways = [WAYS[i // 2 % len(WAYS)] if i % 2 == 0 else {} for i in range(len(texts))]

@@ -103,7 +103,7 @@ def aborted(server: Server) -> Answers:
 
 
 def constrained(server: Server) -> Answers:
-    """By grammars, penalties and a bias, two at a time."""
+    """Ask with grammars, penalties and a bias, two at a time."""
     jobs = [
         lambda i=i, sort=sort: client.ask(
             server, PROMPTS["short"][i], **{"max_new_tokens": NEW_TOKENS, **sort}

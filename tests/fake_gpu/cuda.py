@@ -81,13 +81,13 @@ def index_of(device: Any) -> int:
 
 
 def set_device(device: Any) -> None:
-    """For torch's own code, too, which asks a guard that needs no driver."""
+    """Set the device for torch's own code, too, which asks a guard that needs no driver."""
     GPU.index = index_of(device)
     torch._C._accelerator_setDeviceIndex(GPU.index)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of calls that have no effect here."""
+    """Stand-in for calls that have no effect here."""
 
 
 def zero(*args: Any, **kwargs: Any) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class GlooCommunicator:
-    """In place of SGLang's `PyNcclCommunicator`, which graphs are captured with."""
+    """Stand-in for SGLang's `PyNcclCommunicator`, which graphs are captured with."""
 
     available = True
 

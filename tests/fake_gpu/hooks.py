@@ -58,7 +58,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def load_jit(name: str, *args: Any, **_: Any) -> SimpleNamespace:
-    """In place of SGLang's compiler of CUDA modules."""
+    """Stand-in for SGLang's compiler of CUDA modules."""
     modules = {**elementwise.MODULES, "speculative_sampling": speculative_sampling}
     if name not in modules:
         raise NotImplementedError(f"tests/fake_gpu/kernels has no torch code for the JIT's {name}")

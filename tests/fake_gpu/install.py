@@ -16,7 +16,7 @@ ENVIRONMENT = {
 
 
 def install(without: tuple[str, ...] = ()) -> None:
-    """Before anything of SGLang or Triton is imported.
+    """Install the fake GPU, before anything of SGLang or Triton is imported.
 
     Args:
         without: packages that are as if they were not installed.

@@ -87,14 +87,14 @@ def min_p_sampling(probs: Tensor, min_p: Any, *_: Any, **__: Any) -> Tensor:
 
 
 def top_k_top_p_sampling(probs: Tensor, top_k: Any, top_p: Any, *_: Any, **how: Any) -> Tensor:
-    """With `filter_apply_order="joint"`, both limits are of the whole distribution."""
+    """Sample; with `filter_apply_order="joint"`, both limits are of the whole distribution."""
     of_k = top_k_renorm_probs(probs, top_k)
     of_p = probs if how.get("filter_apply_order") == "joint" else of_k
     return drawn(of_k * (top_p_renorm_probs(of_p, top_p) > 0))
 
 
 def renorm_into(renorm: Callable[..., Tensor]) -> Callable[..., None]:
-    """As sgl_kernel's operator: a limit per row, or the number for all."""
+    """Return sgl_kernel's operator: it takes a limit per row, or a number for all."""
 
     def run(probs: Tensor, out: Tensor, limits: Tensor | None, limit: Any) -> None:
         out.copy_(renorm(probs, limit if limits is None else limits))
