@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m fast`, folders that hold no fast test are not even imported, which takes seconds."""
+    """Skip folders without a fast test under `-m fast`: to import them takes seconds."""
     if config.getoption("markexpr") == "fast" and collection_path in (KERNELS, ENGINE):
         return True
     return None

@@ -17,7 +17,7 @@ QUERIES: dict[tuple[str, str], str] = {
 
 
 def filled_in(query: str, interval: str) -> str:
-    """As Grafana sends it, of all models."""
+    """Return the query as Grafana sends it, of all models."""
     query = query.replace("$__rate_interval", interval).replace("$model", ".*")
     assert "$" not in query
     return query

@@ -169,7 +169,7 @@ def modelopt_nvfp4(weight: Tensor) -> tuple[Parts, Tensor]:
 def compressed(
     layout: str, scale_dtype: torch.dtype = torch.float32, **weights: Any
 ) -> Callable[[Tensor], tuple[Parts, Tensor]]:
-    """As the library compresses, and decompresses; the scales are by the largest of each group."""
+    """Compress and decompress as the library does; scales are by the largest of each group."""
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     codec = BaseCompressor.get_value_from_registry(layout)
 

@@ -103,7 +103,7 @@ def its_commit_is_named(command: Printed) -> None:
 
 
 def bench_takes_the_options(command: Printed) -> None:
-    """And a data set that is here has as many prompts as requests run at a time on a GPU."""
+    """Parse them; a local data set has as many prompts as requests run at a time on a GPU."""
     parser = argparse.ArgumentParser()
     cli.module("bench").arguments(parser)
     words = [word.replace("=URL", "=http://x") for word in command.words[2:]]

@@ -40,7 +40,7 @@ SHORT = {
 
 @cache
 def taken() -> set[str]:
-    """By our commands, and by a server."""
+    """Return the flags that our commands and a server take."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 

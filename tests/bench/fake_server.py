@@ -78,7 +78,7 @@ class FakeServer(ThreadingHTTPServer):
 
 
 class Started(FakeServer):
-    """In place of `sglang_dflash.bench.server.Server`.
+    """Stand-in for `sglang_dflash.bench.server.Server`.
 
     It answers with ten words, a server with a draft with others, three per verify step. `beside`:
     servers that ran when it started.

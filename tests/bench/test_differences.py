@@ -15,7 +15,7 @@ PROMPTS = [prompt.turns[0] for prompt in datasets.load("stdlib", 3)]
 
 
 def later(prompt: Any) -> list[str]:
-    """As `echo`, but for the third piece of the second prompt."""
+    """Return `echo`'s pieces, except for the third one of the second prompt."""
     pieces = echo(prompt)
     return [*pieces[:2], "oops", *pieces[3:]] if prompt == PROMPTS[1] else pieces
 

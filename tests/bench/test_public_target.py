@@ -125,7 +125,7 @@ def index(
 
 
 def left_in_the_cache() -> list[str]:
-    """Without the file that processes lock."""
+    """Return the cache's files, without the one that processes lock."""
     return sorted(p.name for p in facts.folder().parent.glob("*") if p.name != ".lock")
 
 

@@ -33,7 +33,7 @@ def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 def bench(
     monkeypatch: pytest.MonkeyPatch, out: Path, capsys: Captured, python: str, *asked: str
 ) -> tuple[int, str, str]:
-    """With servers of SGLang that are none either."""
+    """Run the command with fake servers of SGLang, too."""
 
     def made(config: Program, timeout_s: float) -> Started | ServerProcess:
         if isinstance(config, ServerConfig):

@@ -18,7 +18,7 @@ ARMS = {name: ServerConfig({"--name": name}) for name in ("one", "three")}
 
 
 class FakeServer:
-    """In place of `Server`: notes starts and stops in `log`."""
+    """Stand-in for `Server`: notes starts and stops in `log`."""
 
     log: ClassVar[list[str]] = []
 

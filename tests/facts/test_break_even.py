@@ -1,4 +1,4 @@
-"""From which acceptance length drafts pay, by what a server has measured of itself."""
+"""The acceptance length from which drafts pay, by a server's own measurements."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ HELD_OUT = {"chat": [Prompt(("Name a color.", "And one more?"), True), Prompt(("
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """With text of the prompts, and its states."""
+    """Return a recipe with text of the prompts, and its states."""
     folder = tmp_path_factory.mktemp("recipe")
     prompts = [Prompt((prompt,), True) for prompt in PROMPTS]
     target = write_target(folder / "target")
