@@ -208,7 +208,7 @@ def test_answers_that_just_fit_take_the_whole_pool(
 
 
 def test_sglang_asks_for_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a step of a request whose answer needs no more than one slot."""
+    """It does for a step of a request whose answer needs no more than one slot."""
     name = "_new_tokens_required_next_decode_spec_v2"
     theirs = original(f"sglang.srt.managers.schedule_batch.ScheduleBatch.{name}")
     monkeypatch.setitem(theirs.__globals__, "get_alloc_reserve_per_decode", lambda: 2 * BLOCK)

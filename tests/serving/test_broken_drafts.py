@@ -100,7 +100,7 @@ def test_a_path_that_cannot_be_one_is_named_with_its_flag(
 def test_a_swapped_pair_and_one_of_strangers_are_told_alike(
     resolve: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a server, `generate` and `inspect`, each in its own flags."""
+    """A server, `generate` and `inspect` tell them, each in its own flags."""
     draft, other = str(PAIR.draft), str(PAIR.draft.parents[1] / "smollm2/draft")
     wrong = "hidden_size in the draft's config.json: 576; the target's is 192 "
     wrong += f"(draft '{other}', target '{TARGET}'): this draft is for another target"

@@ -129,7 +129,7 @@ def test_a_draft_is_distrusted_by_every_name_of_it(
 def test_the_targets_code_runs(
     draft: TracedDraft, tmp_path: Path, resolve: Callable[[list[str]], Any]
 ) -> None:
-    """As --trust-remote-code allows, whatever the draft is and wherever it lies."""
+    """--trust-remote-code allows it, whatever the draft is and wherever it lies."""
     target = Path(shutil.copytree(PAIR.target, tmp_path / "target"))
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "auto_map": CONFIG}))

@@ -42,7 +42,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("most", "expected"), [(4, (4,)), (8, (8,)), (15, (8, 15)), (48, (8, 16))], ids=str
 )
 def test_the_targets_sizes_are_taken(most: int, expected: tuple[int, ...], sizes: Any) -> None:
-    """And the largest batch if one of them is larger, as SGLang's own runner takes them."""
+    """The largest batch is taken, too, if one of them is larger, as by SGLang's own runner."""
     assert captured_sizes(most) == expected
     pool = SimpleNamespace(req_to_token_pool=SimpleNamespace(size=most), server_args=None)
     with pytest.MonkeyPatch.context() as patch:
@@ -101,7 +101,7 @@ def test_all_steps_are_captured_in_one_session(monkeypatch: pytest.MonkeyPatch) 
 def test_steps_are_not_captured_without_memory(
     free: float, recorded: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As SGLang's own. And warm-ups leave nothing in the counters."""
+    """SGLang's own are not, either. Warm-ups leave nothing in the counters."""
     caplog.set_level("WARNING")
     monkeypatch.setattr(graphs, "CudaGraphRecorder", OpRecorder)
     monkeypatch.setattr(OpRecorder, "free_gib", lambda _: free, raising=False)

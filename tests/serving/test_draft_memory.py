@@ -118,7 +118,7 @@ def drafter_of(plan: Plan, slots: int) -> Drafter:
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | None) -> None:
-    """As FA3 and FA4 have them."""
+    """FA3 and FA4 have such entries."""
     plan = plan_for("pages", window, DraftConfig.from_dict(raw_config(**SLIDING)))
     groups = plan.groups(8999, 9000, RUNNING, POSITIONS)
     plan.check(groups, RUNNING)
@@ -211,7 +211,7 @@ class Alive(TorchDispatchMode):
 def test_a_step_takes_no_more_than_was_reserved(
     shape: str, backend: str, window: int | None, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On tensors without memory, at published shapes: proposal and commit of the largest batch."""
+    """Measure proposal and commit of the largest batch on fake tensors, at published shapes."""
     if backend == "pages":
         monkeypatch.setitem(
             BACKENDS,
@@ -340,7 +340,7 @@ HYBRID = Qwen3NextConfig(
 def test_what_replay_keeps_is_reserved_once(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the state pool and the drafter together: what a real pool and recording take."""
+    """The state pool and the drafter together reserve what a real pool and recording take."""
     monkeypatch.setattr(memory, "table_positions", lambda context: context)
     monkeypatch.setattr(qwen3_next, "linear_attn_tp_size", lambda: 1)
     plan = plan_for("torch", None, DraftConfig.from_dict(raw_config()))

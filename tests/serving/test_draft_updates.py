@@ -67,7 +67,7 @@ def test_new_weights_of_the_target_rename_it_as_sglang_does() -> None:
 
 
 def test_an_update_that_fails_leaves_the_name() -> None:
-    """Also if the manager has taken the folder's before."""
+    """It does even if the manager has taken the folder's before."""
     manager = Manager(OURS)
 
     async def fails(manager: Any, update: Any) -> None:

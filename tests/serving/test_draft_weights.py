@@ -144,7 +144,7 @@ def test_an_update_has_no_draft_without_the_row(
 
 
 def test_tensors_for_the_draft(served: Served, new: dict[str, Tensor]) -> None:
-    """With and without the prefix that some exports have, and in a bucket."""
+    """They come with and without the prefix that some exports have, and in a bucket."""
     old = {name: torch.zeros_like(one) for name, one in new.items()}
     ways = (
         (list(new.items()), None),
@@ -254,7 +254,7 @@ def test_a_folder(served: Served, new: dict[str, Tensor], tmp_path: Path) -> Non
 
 
 def test_a_quantized_folder(served: Served, new: dict[str, Tensor], tmp_path: Path) -> None:
-    """As at start: its weights are dequantized, whatever the served draft's were."""
+    """Its weights are dequantized as at start, whatever the served draft's were."""
     folder, plain = tmp_path / "quantized", tmp_path / "plain"
     EXPORTERS["W4A16"].write(tmp_path / "new", folder, plain)
     request = io_struct.UpdateWeightFromDiskReqInput(model_path=str(folder))

@@ -215,7 +215,7 @@ def test_requests_with_processors_do_not_make_the_host_wait(gpu: FakeCuda) -> No
 def test_a_prefill_copies_before_its_forward(
     gpu: FakeCuda, window: int | None, looks_up: bool
 ) -> None:
-    """From pinned memory; after the launch of the target's forward nothing crosses."""
+    """It copies from pinned memory; after the launch of the target's forward nothing crosses."""
     worker = worker_of(window, "cuda", looks_up=looks_up)
     batch = prefill_of([3, 0], LENGTHS, "cuda")
     launched: list[int] = []

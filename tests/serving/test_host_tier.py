@@ -67,7 +67,7 @@ def nothing() -> None:
 def test_what_was_backed_up_comes_back(
     kind: str, dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In other slots, which held another request's tokens; what never had draft K/V is dead."""
+    """It comes to slots that held another request's tokens; what never had draft K/V is dead."""
     monkeypatch.setattr(host_tier, "PIECE", piece)
     tier, cache = of(CACHES[kind](dtype))
     write(cache, at(1, 2, 3), [1.0, 2.0, 3.0])

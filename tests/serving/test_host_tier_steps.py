@@ -63,7 +63,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Arrival]:
 def test_a_step_copies_as_many_tokens_as_it_computes_and_a_piece(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Through the worker, out and back; at the end everything is there."""
+    """The worker's steps copy out and back; at the end everything is there."""
     worker = worker_of(None, hierarchical=True)
     cache = worker.drafter.groups[0].cache
     there = torch.arange(WORKERS_SLOTS - 24, WORKERS_SLOTS - 4)
@@ -158,7 +158,7 @@ def test_a_slot_that_is_used_again_before_it_is_loaded_is_left_alone(kind: str) 
 
 
 def test_slots_of_copies_that_wait_are_dead_at_once() -> None:
-    """Also of those that come after what a step copies."""
+    """Slots of copies that come after what a step copies are dead, too."""
     tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
     write(cache, torch.arange(1, 9), [1.0] * 8)
     tier.plan_backup(torch.arange(1, 9), torch.arange(30, 38), HOST)
@@ -323,7 +323,7 @@ def test_its_thread_ends_with_it() -> None:
 
 
 def test_a_process_ends_while_rows_land() -> None:
-    """With the thread at work, and copies that have not begun."""
+    """The thread is at work, and some copies have not begun."""
     script = """
 from types import SimpleNamespace
 import torch

@@ -61,7 +61,7 @@ KV = {
 def test_8_bit_kv_is_served(
     flags: tuple[str, ...], resolve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU that can (test_draft_backends.py), as the launching process checks it."""
+    """The launching process checks it as on a GPU that can (test_draft_backends.py)."""
     given, config = resolve(server_flags(*flags)), DraftConfig.from_pretrained(str(PAIR.draft))
     settings = resolving_view(given)
     assert serving(given) == "ours" and draft_dtype(settings, monkeypatch) == KV[flags]

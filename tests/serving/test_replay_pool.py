@@ -136,8 +136,9 @@ def test_a_batch_padded_beyond_the_pool_is_recorded_as_far_as_the_pool_has_rows(
 
 
 def test_a_layer_is_recorded_by_one_operation() -> None:
-    """Beside views. The windows of all layers are copied by one, with the first layer, into the
-    memory that is kept: in a captured graph a temporary would be memory that nothing reserves."""
+    """Views are not counted. The windows of all layers are copied by one, with the first layer,
+    into the memory that is kept: in a captured graph a temporary would be memory that nothing
+    reserves."""
     ran: Counter[str] = Counter()
     pool = FakePool()
     verify(True, pool)
@@ -194,7 +195,7 @@ class Launched:
 def test_verify_has_the_launch_shape_of_a_verify_with_snapshots(
     snapshots: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On sm_90: tiles of 4 value rows, not of 32. Without snapshots no row of them is named."""
+    """Tiles are of 4 value rows on sm_90, not of 32. Without snapshots no row of them is named."""
     kernel = Launched()
     monkeypatch.setattr(recurrent, "fused_sigmoid_gating_delta_rule_update_kernel", kernel)
     monkeypatch.setattr(recurrent, "_is_sm90", True)
@@ -231,7 +232,7 @@ def test_verify_has_the_launch_shape_of_a_verify_with_snapshots(
 
 
 def test_a_buffer_without_memory_is_not_passed_on() -> None:
-    """To other kernels than that one."""
+    """Other kernels than that one do not get it."""
     passed: list[Any] = []
 
     def target_verify(_dispatcher: Any, **kwargs: Any) -> None:
@@ -255,7 +256,7 @@ def layer_of(value: float) -> Any:
 
 
 def test_new_weights_are_stacked_again() -> None:
-    """In the same memory, which a captured graph would read; and only then."""
+    """The memory stays the same, for a captured graph reads it; nothing else stacks them."""
     recorded = {i: layer_of(float(i)) for i in range(3)}
     pool = SimpleNamespace(recording=SimpleNamespace(layers=recorded))
     runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(mamba_pool=pool))
@@ -286,7 +287,7 @@ def test_sglangs_ring_of_inputs_counts_as_scratch() -> None:
 
 
 def test_every_update_of_weights_chooses_its_runners() -> None:
-    """Before it loads them: that call tells replay."""
+    """It chooses before it loads them: that call tells replay."""
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager as Manager,
     )

@@ -87,7 +87,7 @@ def test_free_slots_are_held_back_without_the_row() -> None:
 
 
 def test_requests_are_refused_without_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For hidden states under overlap; for sampling masks where SGLang has no kernel."""
+    """These ask for hidden states under overlap, or for sampling masks without SGLang's kernel."""
     validate = original(row_of("validate_dflash_request").target)
     request = SimpleNamespace(
         return_hidden_states=True, sampling_params=SimpleNamespace(min_p=0.1, top_k=20)
@@ -224,8 +224,8 @@ def test_server_info_shows_no_worker_without_the_row() -> None:
 
 
 def test_the_worker_installs_what_it_samples_with() -> None:
-    """Without the repairs, too: SGLang leaves penalties of a block uncounted, and its samplers
-    refuse seeds. With them, the rows are in place, and the same."""
+    """It does without the repairs, too: SGLang leaves penalties of a block uncounted, and its
+    samplers refuse seeds. With them, the rows are in place, and the same."""
     assert SAMPLING_SEAMS and {*SAMPLING_SEAMS} <= {*WORKER_SEAMS} & {*repairs.SEAMS}
     shared = {row.target for row in repairs.SEAMS} & {row.target for row in ROWS}
     assert shared == {row.target for row in SAMPLING_SEAMS}

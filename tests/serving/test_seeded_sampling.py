@@ -81,7 +81,7 @@ def draw(probs: Tensor, ways: list[dict[str, float]], seeds: Tensor, positions: 
 def test_a_request_finds_its_sampler_compiled(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the kernels of top-k and top-p loaded. On tensors of another device than a CPU."""
+    """It finds the kernels of top-k and top-p loaded, too, on another device than a CPU."""
     graphs, loaded, device = [], list[str](), torch.device("meta")
 
     def compiled(graph: Any, _: Any) -> Any:

@@ -50,7 +50,7 @@ def given(seeds: Seeds, batch: Any) -> Any:
 
 
 def test_a_seed_stays_with_its_request() -> None:
-    """From the prefill on, in batches of any order; a row's next request has its own."""
+    """It stays from the prefill on, in batches of any order; a row's next request has its own."""
     seeds, a, b, c = Seeds(5, 9, DEVICE), request("a", 11), request("b", 12), request("c", 13)
     assert given(seeds, batch_of("extend", [3, 1], [a, b])) == [11, 12]
     assert given(seeds, batch_of("decode", [1, 3], [b, a])) == [12, 11]

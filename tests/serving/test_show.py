@@ -196,7 +196,7 @@ def test_only_steps_with_drafts_are_judged(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_that_drafts_do_not_pay_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """By the times of the server's own steps, of which 40 % are the drafts'."""
+    """The server's own steps tell it: 40 % of their time is the drafts'."""
     worker = worker_of()
     figures = worker.figures
     figures.times = StepTimes(clock := Clock())

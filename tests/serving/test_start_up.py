@@ -129,7 +129,7 @@ def test_a_backend_of_ours_or_of_neither_is_no_reason(name: str, resolve: Any) -
 def test_a_draft_of_the_hub_is_fetched_to_the_download_dir(
     resolve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its config.json to the hub's cache too, where SGLang reads it."""
+    """Its config.json goes to the hub's cache, too, where SGLang reads it."""
     import huggingface_hub
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm

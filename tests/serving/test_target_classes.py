@@ -67,7 +67,7 @@ def test_a_target_that_no_worker_can_serve_is_refused(
     resolve: Callable[[list[str]], Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Before its weights are loaded, in one line, and by `inspect`, too."""
+    """It is refused before its weights are loaded, in one line, and by `inspect`, too."""
     folder = target(name)
     with pytest.raises(ConfigError) as refused:
         resolve(server_flags(*worker, target=folder))

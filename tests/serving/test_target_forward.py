@@ -105,7 +105,7 @@ def test_the_blocks_own_come_back_after_an_error() -> None:
 
 
 def test_graphs_are_captured_again_with_the_blocks() -> None:
-    """After an update of the target's weights: they may be elsewhere in memory."""
+    """An update of the target's weights may have moved them in memory."""
     runner = Runner(True)
     forward = by_width(runner)
     with forward.at(3):
@@ -143,7 +143,7 @@ def test_graphs_are_gone_before_others_are_captured() -> None:
 
 
 def test_index_buffers_have_room_for_a_step_beyond_the_context() -> None:
-    """Those of width 1 are as long as the context, and a wide step before may end behind it."""
+    """Buffers of width 1 are as long as the context, and a wide step before may end behind it."""
 
     class TritonAttnBackend(SimpleNamespace):
         """Named as SGLang's."""
@@ -171,7 +171,7 @@ def test_one_backend_serves_all_widths_elsewhere(widths: tuple[int, ...], device
 
 
 def test_sglang_takes_what_it_is_given() -> None:
-    """By name: another version of SGLang may have changed them."""
+    """Arguments are compared by name: another version of SGLang may have changed them."""
     graphs = inspect.signature(DecodeCudaGraphRunner.__init__).parameters
     assert {"attn_backend", "speculative_num_draft_tokens"} <= set(graphs)
     # Raises if it needs more than the runner.

@@ -155,7 +155,7 @@ def test_the_sampling_masks_of_a_step_are_handed_on(greedy: bool) -> None:
 def test_the_last_layers_hidden_states_are_handed_on(
     mode: CaptureHiddenMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a request asks for them; in place of those that the drafter reads."""
+    """A request that asks gets them, in place of those that the drafter reads."""
     monkeypatch.setattr(our_batch, "get_server_return_hidden_states_mode", lambda: mode)
     worker = worker_of()
     for asked in (False, True):
