@@ -46,7 +46,7 @@ def test_as_the_built_in_worker(answers: Any) -> None:
 @pytest.mark.server(DFLASH)
 @pytest.mark.parametrize("path", ["v1/completions", "v1/chat/completions"])
 def test_an_openai_client_learns_it(path: str, server: Server) -> None:
-    """With SGLang's extension that docs/metrics.md names: streamed, in the last event."""
+    """SGLang's extension that docs/metrics.md names tells it; streamed, in the last event."""
     text = workload.prompts()["demo"][0]
     chat = {"messages": [{"role": "user", "content": text}]}
     body = {

@@ -45,7 +45,7 @@ def counts(log: str) -> tuple[int, int, int]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("config", [DFLASH, TIGHT], ids=str)
 def test_every_slot_holds_its_token(config: ServerConfig, servers: ServerSession) -> None:
-    """Also while requests are retracted every 25 steps. A violation would end the server."""
+    """Requests are retracted every 25 steps, too. A violation would end the server."""
     tokens, sweeps, violations = counts(canary_log(servers, watched(config, "raise")))
     assert tokens > 50_000 and sweeps > 5 and violations == 0
 

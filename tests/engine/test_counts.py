@@ -114,7 +114,7 @@ def without_drafts(server: Server) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("config", [PAGE16_NO_OVERLAP, PAGE16_WINDOW], ids=str)
 def test_all_accounts_of_the_acceptance_agree(config: ServerConfig, server: Server) -> None:
-    """With overlap scheduling and without. Overlap runs a step too many for each request."""
+    """They agree with overlap scheduling, which runs a step too many per request, and without."""
     before = Reading(server)
     # Some of both kinds run at the same time.
     drafted, undrafted = together([lambda: with_drafts(server), lambda: without_drafts(server)])

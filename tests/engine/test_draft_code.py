@@ -17,7 +17,7 @@ from tests.serving.test_draft_code import MODEL, PAIR, TRUST, TracedDraft, mistr
 
 @pytest.mark.long
 def test_a_server_that_trusts_the_targets_code(tmp_path: Path, servers: ServerSession) -> None:
-    """With the draft by name, as in published commands, in processes of their own."""
+    """The draft is given by name, as in published commands; processes are the test's own."""
     draft = TracedDraft(tmp_path)
     draft.edit(auto_map=MODEL)
     mistral(draft)

@@ -54,7 +54,7 @@ def test_the_default_size_costs_no_acceptance(answers: Any, server: Server) -> N
 @pytest.mark.server(SLIDING)
 @pytest.mark.recorded(SEEDED_PLAIN, kv_tokens)
 def test_sliding_layers_leave_the_memory_to_the_target(server: Server, answers: Any) -> None:
-    """Without a flag. One draft slot per target token would leave 6 of 9 layers' worth."""
+    """No flag is needed. One draft slot per target token would leave 6 of 9 layers' worth."""
     (group,) = server.dflash()["draft_kv_groups"]
     assert (group["layers"], group["window"]) == ([0, 1, 2], 256)
     assert group["is_ring"] and group["entries"] == (16 + 1) * (256 + 8)

@@ -100,7 +100,7 @@ def test_a_bias_changes_the_output(feature: Callable[[Server], Answers], answers
 @not_overlapped
 @compared(features.processors_of_history)
 def test_a_processor_sees_the_whole_output_before(answers: Any) -> None:
-    """Without overlap; with it, SGLang's own processors may see all but the last token."""
+    """Overlap is off: with it, SGLang's own processors may see all but the last token."""
     ours, plain = (
         answers(config, features.processors_of_history)
         for config in (FEATURES_DFLASH_NO_OVERLAP, FEATURES_PLAIN)
@@ -140,7 +140,7 @@ def test_aborted_requests_end_and_the_others_continue(answers: Any) -> None:
 
 @overlapped
 def test_beam_search_is_refused(server: Server) -> None:
-    """As docs/limits.md says, and not served by chance: other requests go on."""
+    """It is refused as docs/limits.md says, not served by chance: other requests go on."""
     body = {"text": "import os", "sampling_params": {"beam_width": 2, "max_new_tokens": 4}}
     answer = requests.post(f"{server.url}/generate", json=body, timeout=60)
     assert answer.status_code == 400 and "Beam search" in answer.text

@@ -194,7 +194,7 @@ def test_the_pools_are_as_large_as_inspect_says(config: ServerConfig, server: Se
 @pytest.mark.server(g.FAULTY)
 @pytest.mark.recorded(s.PLAIN, asks.greedy)
 def test_a_failed_step_ends_its_request_only(server: Server, servers: ServerSession) -> None:
-    """Those beside it get their answers; afterwards a step waits and holds as before."""
+    """Requests beside it get their answers; afterwards a step waits and holds as before."""
     servers.path(s.FAULTS).mkdir(exist_ok=True)
     expected = servers.answers(s.PLAIN, asks.greedy)["together"][:2]
     before = 0
@@ -240,6 +240,6 @@ def test_sampled_requests_are_answered(config: ServerConfig, server: Server) -> 
 
 @pytest.mark.long
 def test_sglangs_worker_needs_flashinfer(servers: ServerSession) -> None:
-    """At start, for a rehearsal of sampling (docs/upstream.md); ours does not."""
+    """It does at start, for a rehearsal of sampling (docs/upstream.md); ours does not."""
     with pytest.raises(Failed, match="No module named 'flashinfer"):
         servers.own(g.BARE_BUILTIN).__enter__()

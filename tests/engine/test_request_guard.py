@@ -31,7 +31,7 @@ def send(server: Server, row: Row) -> requests.Response:
 def test_bad_requests_are_a_400_that_names_field_value_and_bound(
     config: ServerConfig, server: Server
 ) -> None:
-    """And they leave no trace: outputs are as before, and nothing stays held."""
+    """They leave no trace: outputs are as before, and nothing stays held."""
     prompts = workload.prompts()["demo"][:4]
 
     def outputs() -> list[Any]:

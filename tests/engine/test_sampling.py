@@ -30,7 +30,7 @@ def sampled(server: Server, **how: Any) -> tuple[int, ...]:
 
 @pytest.mark.server(DFLASH)
 def test_seeds_are_honored_and_drawn(server: Server) -> None:
-    """Without --enable-deterministic-inference, too: the same seed, the same answer, by every API.
+    """This needs no --enable-deterministic-inference: the same seed, the same answer, by every API.
     Requests without a seed differ, and so do several answers to one prompt."""
     first, again, other = (sampled(server, sampling_seed=seed) for seed in (4711, 4711, 4712))
     assert first == again != other

@@ -50,7 +50,7 @@ def other(tmp_path: Path) -> Path:
 
 
 def test_outputs_are_wrong_without_the_row(servers: ServerSession, other: Path) -> None:
-    """With the guard off. The last update ruins the weights, so the server is the test's own."""
+    """The guard is off. The last update ruins the weights, so the server is the test's own."""
     with servers.own(OFF) as server:
         before = output(server)
         assert update(server, str(PAIR.target)).json()["success"]
