@@ -74,7 +74,7 @@ def test_a_message_names_flags_that_there_are(path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_names_flags_that_there_are(page: Path) -> None:
-    """Beside those of its commands, which `test_commands.py` tries."""
+    """Flags of its commands are tried by `test_commands.py`."""
     printed = {flag for command in commands() for flag in FLAG.findall(command.text)}
     own = set(FLAG.findall((ROOT / "launch/train_draft.py").read_text())) | printed
     for name in runner.experiments():

@@ -229,7 +229,7 @@ def test_a_simulated_acceptance_is_told_first_everywhere(
 def test_a_start_is_shown_with_the_time_it_took_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    """And no time left is made up of what is not steady."""
+    """No remaining time is made up from times that are not steady."""
     asked = ["--simulated-acceptance", "8"]
     _, _, first = started_here(monkeypatch, tmp_path, capsys, *asked)
     assert "starting ar, dflash: 0 s" in first and "the last time" not in first

@@ -42,7 +42,7 @@ def table(lengths: list[int], reach: Reach) -> ContextTable:
 @pytest.mark.parametrize("reach", [Reach(), Reach(7, 2)], ids=["whole", "window"])
 @pytest.mark.parametrize("chunk_bytes", [1, 1500, 4000, 9000, 40000])
 def test_chunks_give_what_one_copy_gives(chunk_bytes: int, reach: Reach) -> None:
-    """From a column at a time to some requests at a time."""
+    """Chunks hold from one column to several requests."""
     known = table([30, 0, 5, 17], reach)
     kv = torch.randn(ENTRIES + 1, len(LAYERS), 2, KV_HEADS, HEAD_DIM)
     layers = [replace(layer, reach=reach) for layer in LAYERS]

@@ -71,7 +71,7 @@ def test_ranks_share_a_quantized_draft(name: str, tmp_path: Path) -> None:
 
 
 def test_modules_that_are_left_out_stay_as_they_are(tmp_path: Path) -> None:
-    """By their tensors: names in an `ignore` list are patterns of the exporter's own model."""
+    """Their tensors tell: names in an `ignore` list are patterns of the exporter's own model."""
     folder, plain, source = tmp_path / "quantized", tmp_path / "plain", draft(tmp_path / "source")
     EXPORTERS["AWQ"].write(source, folder, plain, keep=("fc", "o_proj"))
     assert_same(folder, plain, torch.float32)
@@ -174,7 +174,7 @@ def test_a_damaged_export_is_refused_by_name(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["W4A16", "ModelOpt-FP8", "AWQ"])
 def test_new_weights_of_a_served_draft_are_plain(name: str, tmp_path: Path) -> None:
-    """By tensors: nothing tells how they would be quantized. A folder is read as at start."""
+    """Nothing tells how sent tensors would be quantized. A folder is read as at start."""
     folder, plain = tmp_path / "quantized", tmp_path / "plain"
     EXPORTERS[name].write(draft(tmp_path / "source"), folder, plain)
     model = load_model(folder, dtype=torch.float32)

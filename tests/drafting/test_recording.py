@@ -255,8 +255,8 @@ def test_another_table_is_refused() -> None:
 def test_a_replay_is_prepared_in_few_operations(
     count: int, noisy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside views: a launch costs the host more than these copies. Padding, of which batch 3 has
-    some, takes one more for a proposal and two for a commit."""
+    """Views are not counted: a launch costs the host more than these copies. Padding, of which
+    batch 3 has some, takes one more for a proposal and two for a commit."""
     slots, drafter = table(), drafter_of(None)
     one, ran = graphed(drafter, slots), list[str]()
     monkeypatch.setattr(one, "_graphs", dict.fromkeys(one._graphs, lambda: None))

@@ -217,7 +217,7 @@ def test_drafts_that_were_too_dear_are_tried_again() -> None:
 
 
 def test_tries_of_a_costly_batch_take_three_percent() -> None:
-    """And tell of better drafts nonetheless."""
+    """They tell of better drafts nonetheless."""
     cost = {1: 18.0, 4: 62.0, 8: 79.0}
     trace = Trace(
         lambda s, _r, _a: 0.35 if s < 3000 else 0.98, lambda _s, w, _n: cost[w], running=32

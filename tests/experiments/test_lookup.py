@@ -52,7 +52,7 @@ def test_steps_of_a_rule(rule: str, steps: int) -> None:
 
 
 def test_a_server_learns_which_source_is_better() -> None:
-    """As with a match of 3, or of 2 that agrees, at first; then what was seen was never right."""
+    """At first a match of 3 is taken, or one of 2 that agrees; here matches are never right."""
     wrong = [at._replace(match=3, seen=[9] * 6, drafts=at.rest[:3]) for at in SEEN_LATE * 40]
     fixed, learned, draft = (
         tokens_per_step(wrong, RULES[rule]()) for rule in ("match 3", "learned", "draft")

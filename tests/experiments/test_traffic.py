@@ -71,7 +71,7 @@ def test_the_floor_by_hand() -> None:
 
 
 def test_what_dflash2_adds_to_the_floor() -> None:
-    """As above: a selector of rank 8 over 5 candidates, 3 taps, groups of 16 channels."""
+    """The draft has a selector of rank 8 over 5 candidates, 3 taps, groups of 16 channels."""
     own = {"selector_rank": 8, "selector_top_k": 5, "conv_kernel_size": 3, "conv_group_size": 16}
     one, two = (
         DraftConfig.from_dict(raw_config(num_hidden_layers=1) | changes)

@@ -37,7 +37,7 @@ def test_the_packages_of_another_commit(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
 def test_a_server_loads_that_commit(tmp_path: Path) -> None:
-    """Also if it is started in the checkout."""
+    """It does even if it is started in the checkout."""
     unpack("HEAD", tmp_path)
     module = tmp_path / "sglang_dflash/where.py"
     module.write_text("import sglang_dflash, dflash_kernels\n"
@@ -65,7 +65,7 @@ def test_ratios_are_of_rounds() -> None:
     ("count", "low", "high"), [(5, 1, 5), (6, 1, 6), (9, 2, 8), (30, 10, 21), (100, 40, 61)]
 )
 def test_the_interval_of_a_median(count: int, low: int, high: int) -> None:
-    """As in tables of the sign test; of few values it is all of them."""
+    """The interval is that of tables of the sign test; for few values it is all of them."""
     found = spread("x", [float(value) for value in range(count, 0, -1)])
     assert (found["x_low"], found["x_high"]) == (low, high)
     assert (found["x_min"], found["x_max"]) == (1, count)

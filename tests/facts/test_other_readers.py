@@ -63,7 +63,7 @@ def test_sglangs_worker_reads_the_same(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_vllm_reads_the_same(name: str, tmp_path: Path) -> None:
-    """By what its proposer and its draft model take from the config."""
+    """Compare with what its proposer and its draft model take from the config."""
     ours, theirs = DraftConfig.from_dict(WRITTEN[name]), by_transformers(WRITTEN[name], tmp_path)
     assert all(name.startswith("DFlash") for name in theirs.architectures)
     own = theirs.dflash_config

@@ -24,7 +24,7 @@ def sglangs() -> argparse.ArgumentParser:
 
 
 def test_the_file_has_the_flags_of_sglangs_parser(sglangs: argparse.ArgumentParser) -> None:
-    """If not: `python -m tools.server_flags`."""
+    """Run `python -m tools.server_flags` if it does not."""
     assert server_flags.FILE.read_text() == as_text(described(sglangs))
 
 

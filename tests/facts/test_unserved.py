@@ -60,7 +60,7 @@ def test_every_flag_of_sglangs_is_followed_unserved_or_ignored() -> None:
 
 
 def test_every_row_is_tried() -> None:
-    """In test_start_up.py, but two that have tests of their own in test_precision.py."""
+    """Rows are tried in test_start_up.py, except for two in test_precision.py."""
     tried = {reason.split(" ")[0] for reason in NOT_OURS}
     own = {"--speculative-draft-model-quantization", "a"}
     assert {row.setting.split(" ")[0] for row in UNSERVED} == tried | own

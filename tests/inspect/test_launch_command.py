@@ -101,7 +101,7 @@ def test_what_a_server_would_refuse_is_refused_in_one_line(
 def test_a_draft_that_names_its_code_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """By our worker and by SGLang's, whatever is trusted of the target."""
+    """Our worker and SGLang's refuse it, whatever is trusted of the target."""
     draft = CODE.make(tmp_path / "draft")
     command = ["sglang", "serve", *server_flags("--trust-remote-code", draft=draft)]
     for more in ([], ["--speculative-dflash-worker", "builtin"]):
@@ -143,7 +143,7 @@ def test_settings_of_sglangs_worker_are_known(capsys: pytest.CaptureFixture[str]
 def test_a_draft_attention_backend_that_cannot_serve_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As a server does; SGLang's worker has others."""
+    """A server refuses it, too; SGLang's worker has others."""
     flag = "--speculative-draft-attention-backend"
     words = ["inspect", "--offline", "--", *COMMAND]
     assert cli.main([*words, flag, "fa3"]) == 1

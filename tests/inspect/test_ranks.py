@@ -24,7 +24,7 @@ HYBRID = {**TARGET, "full_attention_interval": 2, **GDN, **HEADS}
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_share_the_pair(ranks: int) -> None:
-    """As the draft network does; of 2 K/V heads, 4 ranks have one each."""
+    """Ranks share heads as the draft network does: of 2 K/V heads, 4 ranks have one each."""
     raw, many = raw_config(), replace(SERVING, tp_size=ranks)
     found, whole = (found_of(HYBRID, raw, serving=of) for of in (many, SERVING))
     assert found["recurrent_state_bytes"] == whole["recurrent_state_bytes"] // ranks

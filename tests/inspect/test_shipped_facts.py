@@ -74,7 +74,7 @@ def test_published_sizes(name: str) -> None:
 
 
 def test_qwen35_27b_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the earlier revision of its draft, which had no sliding layers."""
+    """The draft is its earlier revision, which had no sliding layers."""
     report = inspected(
         capsys, "Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash@5-layers", "--window", "4096"
     )

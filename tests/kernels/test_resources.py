@@ -22,7 +22,7 @@ MAY_SPILL = "block_attention fp32-fp32"
 
 
 def test_a_server_launches_every_kernel_and_compiles_none_while_it_serves() -> None:
-    """After its start: for batches and prompts of any size."""
+    """After its start none is compiled for batches and prompts of any size."""
     # Replay is SGLang's.
     pytest.importorskip("sglang")
     found = json.loads(run("-m", "tests.kernels.served_launches"))
@@ -50,7 +50,7 @@ def test_the_table_allows_every_generation() -> None:
 
 
 def test_reading_logits_takes_longer_than_computing() -> None:
-    """On an H100, of 2 bytes each: some 17 instructions are issued in that time. Noise takes more,
+    """An H100 issues some 17 instructions while it reads a logit of 2 bytes. Noise takes more,
     which a greedy request does not compute."""
     read = {name: of for name, of in TABLE.items() if compile_kernels.cases()[name].logits}
     of_kernels = {compile_kernels.cases()[name].kernel.fn.__name__ for name in read}

@@ -111,7 +111,7 @@ def test_largest(case: str, dtype: torch.dtype) -> None:
 
 
 def test_the_kernels_noise_is_the_targets() -> None:
-    """To float32, also where it is largest: there it decides."""
+    """They are equal to float32's rounding, also where noise is largest: there it decides."""
     count = 200_000
     noise = BlockNoise(ids(1, most=99), torch.ones(1, device=DEVICE), ids(1, most=99))
     tokens = torch.arange(count, device=DEVICE)

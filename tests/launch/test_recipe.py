@@ -76,7 +76,7 @@ def test_a_shard_does_not_depend_on_those_before_it(made: Recipe, tmp_path: Path
 
 
 def test_the_target_writes_turns_itself(made: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what a kind begins with; two turns at most; of complete turns only."""
+    """A chat begins with its kind's opening, and has two turns at most, all of them complete."""
     monkeypatch.setattr(text, "is_turn", lambda text: True)
     monkeypatch.setattr(text, "SECOND_TURN", 1.0)
     monkeypatch.setattr(text, "OPENINGS", {"code": (1.0, ("Write a",))})

@@ -170,7 +170,7 @@ def test_padded_rows_get_zeros() -> None:
 def test_attention_of_another_kind_is_refused(
     crosses: bool, cap: float, others: dict, kind: str
 ) -> None:
-    """And not computed as if it were ordinary attention."""
+    """It is not computed as if it were ordinary attention."""
     backend = attention.CpuAttentionBackend.__new__(attention.CpuAttentionBackend)
     fake = SimpleNamespace(**{**vars(layer()), "is_cross_attention": crosses, "logit_cap": cap})
     q = torch.randn(1, GROUPS * SHARED * DIM)

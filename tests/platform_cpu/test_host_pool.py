@@ -57,7 +57,7 @@ def hosted(layout: str) -> SimpleNamespace:
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
 def test_host_copies_need_kernels(layout: str) -> None:
-    """And ours: what was backed up is loaded into other slots."""
+    """Ours need none: tokens that were backed up are loaded into other slots."""
     pool = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
     host, at, slots = hosted(layout), torch.tensor([5, 2, 0]), torch.tensor([1, 3, 0])
     there = torch.tensor([0, 2, 1])

@@ -73,7 +73,7 @@ HELP, OTHERS = (
 def test_the_help_of_serve_ends_with_our_flags(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a GPU, too. (The command: tests/engine/test_as_installed.py.)"""
+    """It does on a GPU, too. (The command: tests/engine/test_as_installed.py.)"""
     at_exit: list[Any] = []
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr("atexit.register", at_exit.append)

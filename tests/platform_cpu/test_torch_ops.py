@@ -20,7 +20,7 @@ TOKENS, HEADS, KV_HEADS, DIM = 5, 4, 2, 64
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_norm_and_rotation_of_the_built_in_workers_draft(dtype: torch.dtype) -> None:
-    """By the modules that SGLang takes where the fused kernel cannot run."""
+    """Compare with the modules that SGLang takes where the fused kernel cannot run."""
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.rotary_embedding import get_rope
 

@@ -103,7 +103,7 @@ def test_sglang_needs_a_numa_node_per_rank(monkeypatch: pytest.MonkeyPatch) -> N
 def test_sglang_places_threads_with_an_amx_kernel(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With AMX, by a kernel of `sgl_kernel`'s CPU build; without, each rank keeps all cores."""
+    """With AMX a kernel of `sgl_kernel`'s CPU build does; without, each rank keeps all cores."""
     from sglang.srt.distributed import bootstrap
 
     ranks(monkeypatch, 2)
@@ -320,7 +320,7 @@ def test_the_lm_heads_weight_is_multiplied_as_stored() -> None:
 
 
 def test_weights_by_ipc_are_loaded_into_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a word to the methods that have packed them."""
+    """The methods that have packed them are not told."""
     called = []
     # It needs a package that is not installed here.
     worker = SimpleNamespace(update_weights_from_ipc=lambda _: called.append("loaded"))

@@ -36,7 +36,7 @@ def test_keys_are_shown_without_the_row(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_keys_of_the_command_line_are_hidden() -> None:
-    """In all forms that argparse takes."""
+    """They are hidden in all forms that argparse takes."""
     theirs = original("sglang.srt.sampling.watermarking.core.redact_watermark_command_line")
     line = [
         "launch", "--api-key", "k1", "--admin-api-key=k2", "--ssl-keyfile-p", "k3", "--admin-a=k4",

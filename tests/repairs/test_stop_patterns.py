@@ -109,7 +109,7 @@ def test_a_timer_may_fire_while_it_is_turned_off(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_timer_may_fire_at_any_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before every operation of the interpreter from where it is turned on to where it is off."""
+    """It fires before every operation of the interpreter between its start and its end."""
     before, timer, outcomes = signal.getsignal(signal.SIGVTALRM), Timer(monkeypatch), set[object]()
 
     def fired(at: int) -> bool:

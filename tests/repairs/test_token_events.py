@@ -69,7 +69,7 @@ def split(
 @pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("make", [byte_level, with_spaces])
 def test_events_are_those_of_single_tokens(make: Any, incremental: bool) -> None:
-    """With the same texts, tokens, log-probabilities, counts and finish."""
+    """They have the same texts, tokens, log-probabilities, counts and finish."""
     tokenizer, rng = make(), random.Random(0)
     for _ in range(TEXTS):
         of = answer(tokenizer, random_text(rng), rng)

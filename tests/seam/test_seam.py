@@ -274,7 +274,7 @@ def test_a_second_install_changes_nothing(applied: bool, mod: ModuleType) -> Non
 def test_a_late_install_is_applied_at_once(
     mod: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And told in one line, with our name in SGLang's registry. There was a line of SGLang's for
+    """It is told in one line, with our name in SGLang's registry. There was a line of SGLang's for
     each hook, which ended with "(from: unknown)"."""
     HookRegistry.register(METHOD, lambda result, self, x: None, HookType.AFTER, source=OTHER)
     HookRegistry.apply_hooks()

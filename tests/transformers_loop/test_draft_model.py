@@ -54,7 +54,7 @@ def test_the_published_snippet(kind: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_result_ends_with_the_first_stop_token(draft: DFlashDraftModel, target: Any) -> None:
-    """As z-lab's: the stop token is part of it, and one in the prompt does not count."""
+    """z-lab's does, too: the stop token is part of it, and one in the prompt does not count."""
     ids = torch.randint(0, 64, (1, 6))
     whole = greedy(target, ids)
     stop = whole[15]

@@ -73,7 +73,7 @@ def test_loops_are_cut(target: PreTrainedModel) -> None:
 
 
 def test_samples_are_of_the_nucleus() -> None:
-    """In the shares of the probabilities; a token outside is never drawn."""
+    """Shares are those of the probabilities; a token outside is never drawn."""
     torch.manual_seed(0)
     p = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01])
     drawn = Nucleus(1.0, 0.9)(p.log().expand(20_000, -1))
