@@ -14,6 +14,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, move_
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
+from sglang_dflash.platform_cpu import ATTENTION_BACKEND
+
 # Queries per attention call: bounds the mask of a long prefill to QUERY_CHUNK x context.
 QUERY_CHUNK = 512
 # Of so few rows in its last 32, SDPA computes some in another order than among more rows.
@@ -29,7 +31,7 @@ def padded_columns(tokens: int) -> int:
     for columns in (64, 128):
         if tokens <= columns:
             return columns
-    return -tokens // 256 * -256
+    return -tokens // 512 * -512
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class CpuAttentionBackend(AttentionBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
+        if model_runner.use_mla_backend:
+            attend_in_the_latent_space()
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.layout = Layout(torch.empty(0, dtype=torch.int64), [], [])
@@ -202,12 +206,15 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> Tensor:
         """q `[N, H * D]`, k and v `[N, G * D]` of this forward's tokens; returns `[N, H * Dv]`.
 
+        Args:
+            others: of these, `sinks` `[H]` are logits that a head has learned (see `attend`).
+
         Raises:
-            NotImplementedError: the layer is a cross attention, has attention sinks, or caps its
-                logits.
+            NotImplementedError: the layer is a cross attention, chooses the tokens that it sees, or
+                caps its logits.
         """
-        if layer.is_cross_attention or layer.logit_cap or others.get("sinks") is not None:
-            _refuse(layer)
+        _check(layer, others)
+        sinks = others.get("sinks")
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, self.write_loc, k, v)
@@ -216,30 +223,51 @@ class CpuAttentionBackend(AttentionBackend):
         pieces = self._pieces(causal)
         if len(pieces) == 1 and isinstance(pieces[0].rows, slice):
             rows = pieces[0].rows.stop
-            out = attend(q[:rows], keys, values, pieces[0], layer)
+            out = attend(q[:rows], keys, values, pieces[0], layer, sinks)
             return out if rows == len(q) else F.pad(out, (0, 0, 0, len(q) - rows))
         out = q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
         for piece in pieces:
-            out[piece.rows] = attend(q[piece.rows], keys, values, piece, layer)
+            out[piece.rows] = attend(q[piece.rows], keys, values, piece, layer, sinks)
         return out
 
     forward_decode = forward_extend
 
 
-def _refuse(layer: RadixAttention) -> None:
-    kind = "an attention sink"
-    if layer.is_cross_attention:
-        kind = "cross attention"
-    elif layer.logit_cap:
-        kind = "a cap on attention logits"
-    raise NotImplementedError(f"{kind} is not served on the plain-CPU platform")
+def _check(layer: RadixAttention, others: dict[str, Any]) -> None:
+    refused = {
+        "cross attention": layer.is_cross_attention,
+        "a cap on attention logits": layer.logit_cap,
+        "attention to chosen tokens": others.get("topk_indices") is not None,
+        "a sink of latent attention": others.get("attn_sink") is not None,
+    }
+    for kind, asked in refused.items():
+        if asked:
+            raise NotImplementedError(f"{kind} is not served on the plain-CPU platform")
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, piece: Piece, layer: RadixAttention) -> Tensor:
-    """Attention of some queries `[R * n, H * D]` over a layer's K and V `[slots, G, D]`.
+def attend_in_the_latent_space() -> None:
+    """Make SGLang's multi-head latent attention (DeepSeek, Kimi, GLM) multiply queries with what is
+    cached in every forward: one K/V head. By default it computes all heads' K and V in a prefill
+    without a prefix, and gives them to the backend instead of the pool's."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda *_: AttnForwardMethod.MLA)
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    piece: Piece,
+    layer: RadixAttention,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of some queries `[R * n, H * D]` over a layer's K `[slots, G, D]` and V
+    `[slots, G, Dv]`.
 
     Returns `[R * n, H * Dv]`. The g query heads that share a kv head become rows of it, so that no
-    K or V is repeated.
+    K or V is repeated. A sink `[H]` is one more logit of each query of its head, and has no value.
     """
     requests, kv_heads = len(piece.first), layer.tp_k_head_num
     groups, count = layer.tp_q_head_num // kv_heads, piece.count
@@ -249,19 +277,41 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, piece: Piece, layer: RadixAt
     slots = piece.sliding if slides else piece.slots
     q = q.reshape(requests, count, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     rows = groups * count
-    added = few_rows(rows)
-    if added:
-        q = F.pad(q, (0, 0, 0, added))
+    added, width = few_rows(rows), max(q.shape[-1], values.shape[-1])
+    q = _padded(q, added, width)
     k, v = (
         t.index_select(0, slots).view(requests, -1, *t.shape[1:]).transpose(1, 2).to(q.dtype)
         for t in (keys, values)
     )
+    k, v = _padded(k, 0, width), _padded(v, 0, width)
     mask = piece.mask(groups, window if causal and slides else None, causal, q.dtype)
-    out = F.scaled_dot_product_attention(q, k, v, mask, scale=layer.scaling)
-    if added:
-        out = out[:, :, :rows]
+    if sinks is not None:
+        sinks = F.pad(sinks.view(-1, groups).repeat_interleave(count, dim=1), (0, added))
+    out = _weighted(q, k, v, mask, layer.scaling, sinks)[:, :, :rows, : values.shape[-1]]
     out = out.unflatten(2, (groups, count)).permute(0, 3, 1, 2, 4)  # [R, n, G, g, Dv]
     return out.reshape(requests * count, -1)
+
+
+def _padded(x: Tensor, rows: int, width: int) -> Tensor:
+    """`x` `[..., N, D]` with that many rows more, and `width` columns: SDPA has a kernel for CPUs
+    if queries, keys and values have the same number."""
+    columns = width - x.shape[-1]
+    return F.pad(x, (0, columns, 0, rows)) if rows or columns else x
+
+
+def _weighted(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """The mean of the values by the softmax of their logits, `[R, G, N, D]`.
+
+    `sinks` `[G, N]` join the softmax after its sum is known, which SDPA's kernel for CPUs tells if
+    it is called by its name.
+    """
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, log_sum = flash(q, k, v, attn_mask=mask, scale=scale)
+    return out * torch.sigmoid(log_sum - sinks)[..., None].to(out.dtype)
 
 
 class CpuKVPool(MHATokenToKVPool):

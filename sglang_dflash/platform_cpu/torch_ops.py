@@ -21,7 +21,7 @@ LORA_BACKEND = "torch_native"
 
 
 def torch_backends(server_args: Any) -> None:
-    """Declare torch backends for attention, sampling and LoRA.
+    """Declare torch backends for attention, sampling, experts and LoRA.
 
     Raises:
         ConfigError: the user asks for a backend that needs more than torch.
@@ -46,6 +46,9 @@ def torch_backends(server_args: Any) -> None:
         if value not in (None, ATTENTION_BACKEND):
             required = f"cannot run on a plain CPU; give {ATTENTION_BACKEND!r} for each backend"
             raise ConfigError(flag, value, required)
+    if settings.moe_runner_backend not in ("auto", "triton"):
+        required = "cannot run on a plain CPU; 'auto' can"
+        raise ConfigError("--moe-runner-backend", settings.moe_runner_backend, required)
     # SGLang's default, which needs Triton, is not the user's choice.
     if settings.lora_backend not in ("csgmv", LORA_BACKEND):
         required = f"cannot run on a plain CPU; {LORA_BACKEND!r} can"
@@ -53,9 +56,25 @@ def torch_backends(server_args: Any) -> None:
     ours = {
         "attention_backend": ATTENTION_BACKEND,
         "sampling_backend": "pytorch",
+        # Experts are computed by torch in any case. SGLang would store those of gpt-oss transposed,
+        # for another backend.
+        "moe_runner_backend": "triton",
         "lora_backend": LORA_BACKEND,
     }
     declare_resolution(server_args, "plain_cpu_platform", **ours)
+
+
+def check_as_amx(original: Any, server_args: Any) -> Any:
+    """Around the adjustments to a model's class, which check its attention backends: ours passes
+    for the backend for CPUs that SGLang knows to have sinks and windows."""
+    from sglang.srt.arg_groups import model_hook
+
+    backends_of = model_hook.attention_backends_of
+    with restored(model_hook, "attention_backends_of"):
+        model_hook.attention_backends_of = lambda settings: tuple(
+            "intel_amx" if name == ATTENTION_BACKEND else name for name in backends_of(settings)
+        )
+        return original(server_args)
 
 
 def no_binding(*, device: str) -> None:

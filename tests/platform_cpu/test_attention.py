@@ -15,7 +15,8 @@ from sglang_dflash.platform_cpu import attention
 from sglang_dflash.platform_cpu.attention import speculative_cache_locs
 from sglang_dflash.platform_cpu.torch_ops import assign_req_to_token, murmur_hash32
 
-GROUPS, SHARED, DIM = 2, 3, 8
+# Of 16 and more dims SDPA sums otherwise than of 8.
+GROUPS, SHARED, DIM = 2, 3, 16
 
 
 def layer(kind: AttentionType = AttentionType.DECODER, window: int = -1) -> SimpleNamespace:
@@ -105,6 +106,63 @@ def test_causal_attention(
         row += count
 
 
+# Requests of one padded length and of two, prefilled, decoded and verified.
+MIXED = [([9, 80, 4], [1, 1, 1]), ([9, 80, 11], [4, 4, 4]), ([0, 70, 3], [7, 2, 9])]
+
+
+@pytest.mark.parametrize("window", [-1, 3], ids=lambda w: f"window{w}")
+@pytest.mark.parametrize(("prefixes", "counts"), MIXED, ids=str)
+def test_a_learned_sink_is_one_more_logit(
+    prefixes: list[int], counts: list[int], window: int
+) -> None:
+    pool = Pool([p + c for p, c in zip(prefixes, counts, strict=True)])
+    backend, q = pool.backend(prefixes, counts), queries(sum(counts))
+    sinks = torch.randn(GROUPS * SHARED).bfloat16()
+    got = backend.forward_extend(q, None, None, layer(window=window), None, sinks=sinks)
+    row = 0
+    for request, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):
+        k, v = (part.transpose(0, 1) for part in pool.of(request))  # [G, T, D]
+        own = heads(q[row : row + count]).permute(1, 2, 0, 3)  # [G, g, n, D]
+        logits = own @ k[:, None].transpose(-1, -2) * DIM**-0.5
+        position, column = torch.arange(count)[:, None] + prefix, torch.arange(k.shape[1])
+        hidden = (column > position) | ((window >= 0) & (column < position - window))
+        logits = logits.masked_fill(hidden, -torch.inf)
+        sink = sinks.float().view(GROUPS, SHARED, 1, 1).expand(-1, -1, count, -1)
+        weights = torch.cat((logits, sink), -1).softmax(-1)[..., :-1]
+        want = (weights @ v[:, None]).permute(2, 0, 1, 3).flatten(1)
+        torch.testing.assert_close(got[row : row + count], want, atol=1e-5, rtol=1e-5)
+        row += count
+
+
+class LatentPool(Pool):
+    """One K of 32 numbers for all heads, the first 16 of which are V."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__(lengths)
+        self.keys = torch.randn(len(self.keys), 1, DIM + 16)
+        self.values = self.keys[..., :DIM]
+
+
+LATENT = SimpleNamespace(**{**vars(layer()), "tp_k_head_num": 1, "qk_head_dim": DIM + 16})
+
+
+@pytest.mark.parametrize(("prefixes", "counts"), MIXED, ids=str)
+def test_latent_attention(prefixes: list[int], counts: list[int]) -> None:
+    """Its values are narrower than its keys."""
+    pool = LatentPool([p + c for p, c in zip(prefixes, counts, strict=True)])
+    q = torch.randn(sum(counts), GROUPS * SHARED, DIM + 16)
+    got = pool.backend(prefixes, counts).forward_extend(q.flatten(1), None, None, LATENT, None)
+    row = 0
+    for request, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):
+        k, v = (part[:, 0] for part in pool.of(request))
+        logits = q[row : row + count].transpose(0, 1) @ k.T * DIM**-0.5
+        later = torch.arange(len(k)) > torch.arange(count)[:, None] + prefix
+        weights = logits.masked_fill(later, -torch.inf).softmax(-1)
+        want = (weights @ v).transpose(0, 1).flatten(1)
+        torch.testing.assert_close(got[row : row + count], want, atol=1e-5, rtol=1e-5)
+        row += count
+
+
 def test_encoder_only_attention_sees_everything() -> None:
     pool, q = Pool([10]), queries(4)
     got = pool.backend([6], [4]).forward_extend(
@@ -126,17 +184,26 @@ def test_a_request_does_not_depend_on_its_batch(count: int) -> None:
         assert torch.equal(together[:count], one)
 
 
-def test_a_token_does_not_depend_on_the_tokens_verified_with_it() -> None:
+LEARNED = torch.randn(GROUPS * SHARED)
+
+
+@pytest.mark.parametrize(
+    ("pool_of", "served", "others"),
+    [(Pool, layer(), {}), (Pool, layer(), {"sinks": LEARNED}), (LatentPool, LATENT, {})],
+    ids=["heads", "sinks", "latent"],
+)
+def test_a_token_does_not_depend_on_the_tokens_verified_with_it(
+    pool_of: type[Pool], served: SimpleNamespace, others: dict[str, torch.Tensor]
+) -> None:
     """Bitwise: each token of a block of 8, and the same token decoded alone. Lengths cross a
     padded length, and the first query of a block sees a shorter context than the last."""
     for length in (20, 61, 125, 253, 510, 700):
-        pool, q = Pool([length + 8]), queries(8)
-        block = pool.backend([length], [8]).forward_extend(q, None, None, layer(), None)
+        pool, q = pool_of([length + 8]), torch.randn(8, GROUPS * SHARED * served.qk_head_dim)
+        block = pool.backend([length], [8]).forward_extend(q, None, None, served, None, **others)
         for i in range(8):
             alone = pool.backend([length + i], [1])
-            assert torch.equal(
-                alone.forward_extend(q[i : i + 1], None, None, layer(), None)[0], block[i]
-            ), (length, i)
+            got = alone.forward_extend(q[i : i + 1], None, None, served, None, **others)
+            assert torch.equal(got[0], block[i]), (length, i)
 
 
 def test_what_padding_holds_reaches_nobody() -> None:
@@ -162,7 +229,10 @@ def test_padded_rows_get_zeros() -> None:
     ("crosses", "cap", "others", "kind"),
     [
         (True, 0.0, {}, "cross attention"),
-        (False, 0.0, {"sinks": torch.zeros(2)}, "an attention sink"),
+        # Of DeepSeek V3.2.
+        (False, 0.0, {"topk_indices": torch.zeros(1, 2)}, "attention to chosen tokens"),
+        # Of Hy3.
+        (False, 0.0, {"attn_sink": torch.zeros(2)}, "a sink of latent attention"),
         # Of Gemma 2.
         (False, 50.0, {}, "a cap on attention logits"),
     ],

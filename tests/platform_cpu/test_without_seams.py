@@ -15,7 +15,7 @@ import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from torch import Tensor
 
-from sglang_dflash.platform_cpu import torch_ops
+from sglang_dflash.platform_cpu import ATTENTION_BACKEND, torch_ops
 from sglang_dflash.platform_cpu.seams import SEAMS
 from sglang_dflash.seam.seam import Seam
 from tests.platform_cpu.pools import configurator_of, published_by_sglang
@@ -82,6 +82,39 @@ def test_sglang_selects_amx_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform_hook, "is_host_cpu_arm64", lambda: False)
     original("sglang.srt.arg_groups.platform_hook.handle_cpu_backends")(SimpleNamespace())
     assert declared == {"attention_backend": "intel_amx", "sampling_backend": "pytorch"}
+
+
+@pytest.mark.parametrize("name", ["GptOssForCausalLM", "Gemma4ForCausalLM"])
+def test_gpt_oss_asks_for_another_attention_backend(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And Gemma 4. With the row it reads the name of one that it takes."""
+    from sglang.srt.arg_groups import model_hook
+
+    settings = Settings(model_path="", attention_backend=ATTENTION_BACKEND, _resolved_overrides=[])
+    config = Settings(architectures=[name])
+    for view in ("resolving_view", "resolved_view"):
+        monkeypatch.setattr(model_hook, view, lambda _: settings)
+    monkeypatch.setattr(model_hook, "declare_resolution", lambda *_, **__: None)
+    monkeypatch.setattr(model_hook, "collect_model_override_declarations", lambda *_: [])
+    model = Settings(hf_config=config)
+    monkeypatch.setattr(model_hook, "model_config_of", lambda _: model)
+    target = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
+    with pytest.raises(AssertionError, match=ATTENTION_BACKEND):
+        original(target)(settings)
+    (row,) = [row for row in SEAMS if row.target == target]
+    seen = [
+        row.value(lambda given: model_hook.attention_backends_of(given), settings),
+        model_hook.attention_backends_of(settings),
+    ]
+    assert seen == [("intel_amx",) * 2, (ATTENTION_BACKEND,) * 2]
+
+
+class Settings(SimpleNamespace):
+    """A server's, of which those that are not given are unset."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def ranks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -55,6 +55,7 @@ REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
     (*RECURRENT, "--enable-streaming-session"): ("--enable-streaming-session", ...),
     # The platform's.
     ("--enable-lora", "--lora-backend", "triton"): ("--lora-backend", "triton"),
+    ("--moe-runner-backend", "cutlass"): ("--moe-runner-backend", "cutlass"),
 }
 
 # Flags -> the end of argparse's message.
