@@ -5,7 +5,8 @@ continuation and wrong ones after them; how many depends on the position, from n
 mix every case, which a real draft does only by chance.
 
 SHOWN: a folder. After every verify step, the first rank writes to it the states of all requests
-(see shown_states.py) and to `accepted.jsonl` one line with their accepted lengths.
+(see shown_states.py), but for `of_any_target`, and to `accepted.jsonl` one line with their accepted
+lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tests.engine.shown_states import show_states
 class Observer(StepObserver):
     """Knows the requests of the current step, and writes down how it ended."""
 
-    def __init__(self, folder: Path, model_runner: Any, tp_rank: int) -> None:
+    def __init__(self, folder: Path, model_runner: Any | None, tp_rank: int) -> None:
+        """`model_runner`: whose states are shown, if any."""
         self.requests: list[Any] = []
         self._folder, self._runner, self._tp_rank = folder, model_runner, tp_rank
 
@@ -40,7 +42,8 @@ class Observer(StepObserver):
     def after_step(self, batch: Any, step: Step, accepted: Accepted, new_seq_lens: Tensor) -> None:
         if self._tp_rank > 0:
             return
-        show_states(self._folder, batch, new_seq_lens, self._runner)
+        if self._runner is not None:
+            show_states(self._folder, batch, new_seq_lens, self._runner)
         with (self._folder / "accepted.jsonl").open("a") as file:
             print(json.dumps(accepted.lengths.tolist()), file=file)
 
@@ -72,6 +75,15 @@ class KnownDrafts:
 
 
 def extension(target_worker: Any) -> Extension:
+    return _knowing(target_worker.model_runner)
+
+
+def of_any_target(_target_worker: Any) -> Extension:
+    """Also of targets that are not recurrent, or whose states have other shapes."""
+    return _knowing(None)
+
+
+def _knowing(model_runner: Any | None) -> Extension:
     from sglang.srt.runtime_context import get_parallel
 
     known = pickle.loads(Path(os.environ["ORACLE"]).read_bytes())
@@ -79,7 +91,7 @@ def extension(target_worker: Any) -> Extension:
     continuations = {tuple(answer["prompt"]): answer["output_ids"] for answer in answers}
     folder = Path(os.environ["SHOWN"])
     folder.mkdir(exist_ok=True)
-    observer = Observer(folder, target_worker.model_runner, get_parallel().tp_rank)
+    observer = Observer(folder, model_runner, get_parallel().tp_rank)
 
     def make_drafter(*args: Any) -> KnownDrafts:
         return KnownDrafts(Drafter(*args), observer, continuations)

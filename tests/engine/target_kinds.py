@@ -1,0 +1,158 @@
+"""Tiny random targets, one of each kind of the published table and of others that SGLang can
+capture: float32 checkpoints of 4 layers and a hidden size of 64, with the demo models' tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.engine.hybrid import SHAPE, copy_tokenizer
+
+# Of DeepSeek's attention: a latent of 32 and 16 rotated dims are cached, whatever the heads.
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    # In Transformers the rotated dims, and an epsilon that norms of the latent always have there.
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 128,
+    "first_k_dense_replace": 1,
+}
+_GROUPS = {"n_group": 4, "topk_group": 2}
+# Fields that the published config.json has and Transformers 5 does not write.
+_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 2048,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+
+
+class Kind(NamedTuple):
+    """A kind of target.
+
+    Attributes:
+        config: the name of Transformers' class of its configuration.
+        model: of its model.
+        fields: of the configuration, beside `SHAPE`.
+        published: fields that config.json gets besides.
+        is_recurrent: whether it keeps states for the prefix cache.
+    """
+
+    config: str
+    model: str
+    fields: Mapping[str, Any]
+    published: Mapping[str, Any] = MappingProxyType({})
+    is_recurrent: bool = False
+
+
+def _shape(**fields: Any) -> dict[str, Any]:
+    """`SHAPE` without what only Gated DeltaNet has."""
+    own = {key: value for key, value in SHAPE.items() if not key.startswith("linear_")}
+    return {**own, "bos_token_id": None, **fields}
+
+
+KINDS: dict[str, Kind] = {
+    "gpt-oss": Kind(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        _shape(
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            intermediate_size=32,
+            sliding_window=32,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters={**YARN, "rope_theta": 150000.0, "truncate": False},
+        ),
+    ),
+    "deepseek-v3": Kind(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        _shape(**LATENT, **_GROUPS, rope_parameters={**YARN, "rope_theta": 10000.0}),
+        {**_ROUTING, "rope_scaling": YARN, "rope_theta": 10000.0},
+    ),
+    "glm4-moe-lite": Kind(
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        _shape(**{**LATENT, "v_head_dim": 48}, n_group=1, topk_group=1),
+        {**_ROUTING},
+    ),
+    "lfm2": Kind(
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        _shape(
+            intermediate_size=128,
+            layer_types=["conv", "conv", "full_attention", "conv"],
+            tie_word_embeddings=True,
+        ),
+        is_recurrent=True,
+    ),
+    "llama3": Kind(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        _shape(intermediate_size=128, rope_parameters=LLAMA3),
+    ),
+    "qwen3-moe": Kind(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        _shape(
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            intermediate_size=128,
+            norm_topk_prob=True,
+        ),
+    ),
+}
+
+
+def save_target(folder: Path, name: str) -> None:
+    """Write the checkpoint of that kind, the same on every call."""
+    import transformers
+
+    kind = KINDS[name]
+    config: Any = getattr(transformers, kind.config)(**kind.fields)
+    config.architectures = [kind.model]
+    model: Any = getattr(transformers, kind.model)(config).float()
+    randomize(model)
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **kind.published}))
+    copy_tokenizer(folder)
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Weights so wide that every layer moves the logits."""
+    random = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "norm" in name and name.endswith("weight"):
+            parameter.data += torch.randn(parameter.shape, generator=random) / 10
+        else:
+            parameter.data.normal_(0, 0.14 if parameter.ndim > 1 else 0.1, generator=random)
