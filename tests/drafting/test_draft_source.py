@@ -23,16 +23,27 @@ def verified(blocks: list[list[int]], texts: list[list[int]]) -> Accepted:
     return accept(block, torch.cat((tokens, tokens[:, -1:]), 1))
 
 
-@pytest.mark.parametrize("length", range(LONGEST_MATCH + 1))
-def test_a_server_begins_with_the_longer_match(length: int) -> None:
-    """From three tokens on a match is taken, one of two if the drafts begin alike."""
+def poor_draft() -> DraftSource:
+    """Return a source whose draft was wrong in a few steps without a match."""
     source = DraftSource(BLOCK, torch.device("cpu"))
+    drafts = torch.zeros(2, 1, 5, dtype=torch.int64)
+    for _ in range(3):
+        source.learn(torch.tensor([0]), drafts, verified([[0] * 5], [[9] * 5]))
+    return source
+
+
+@pytest.mark.parametrize("length", range(LONGEST_MATCH + 1))
+def test_a_long_match_is_taken_before_its_class_is_known(length: int) -> None:
+    """A server begins with the draft. Where that is poor, a match of three tokens or more is taken,
+    and one of two if the drafts begin alike."""
+    source = poor_draft()
     drafted = torch.tensor([[1, 2], [1, 2]])
     seen = torch.tensor([[1, 3], [4, 2]])
     classes = source.classes(torch.tensor([length, length]), drafted, seen)
     assert int(classes.max()) < CLASSES
     taken = source.looks_up(classes, drafts=5).tolist()
     assert taken == [length >= 2, length >= 3]
+    assert not DraftSource(BLOCK, torch.device("cpu")).looks_up(classes, drafts=5).any()
 
 
 def test_both_sources_are_judged_by_one_step() -> None:
@@ -53,7 +64,7 @@ def test_both_sources_are_judged_by_one_step() -> None:
 
 def test_a_good_draft_is_known_before_a_class_is_seen() -> None:
     """Its drafts in steps without a match count where there is one."""
-    source, unseen = DraftSource(BLOCK, torch.device("cpu")), torch.tensor([7])
+    source, unseen = poor_draft(), torch.tensor([7])
     assert source.looks_up(unseen, 5).tolist() == [True]
     drafts = torch.tensor([[[1, 2, 3, 4, 5]], [[0, 0, 0, 0, 0]]])
     for _ in range(20):

@@ -90,8 +90,9 @@ def drafting(draft: object) -> dict[str, Any]:
 
 
 DFLASH_FLAGS = drafting(PAIR.draft)
-DFLASH = PLAIN.named("dflash").having(**DFLASH_FLAGS)
-BUILTIN = DFLASH.named("builtin").having(speculative_dflash_worker="builtin")
+# What is accepted is the draft's: lookup, which is on by default, has servers of its own.
+DFLASH = PLAIN.named("dflash").having(**DFLASH_FLAGS, speculative_dflash_lookup="off")
+BUILTIN = PLAIN.named("builtin").having(**DFLASH_FLAGS, speculative_dflash_worker="builtin")
 PAGES = DFLASH.having(
     page_size=16,
     chunked_prefill_size=256,

@@ -18,7 +18,8 @@ from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_grou
 from torch import Tensor
 
 from sglang_dflash.bench.server import Server, free_port
-from sglang_dflash.drafting.weights import read_tensors
+from sglang_dflash.drafting.weights import draft_tensors
+from sglang_dflash.facts.draft_config import DraftConfig
 from tests.conftest import rewrite
 from tests.engine import client, workload
 from tests.engine.servers import DFLASH, GRAPHS, PAIR, TP2_DISAGREEING, ServerConfig
@@ -181,7 +182,9 @@ def test_new_weights_of_a_draft(
     are the same throughout. What is wrong is named, and changes nothing."""
     before, accepted = drafted(server)
     assert accepted > 20
-    weights = read_tensors(Path(str(server.config.flags["--speculative-draft-model-path"])))
+    folder = str(server.config.flags["--speculative-draft-model-path"])
+    # Updates are of plain weights, also those of a quantized draft.
+    weights = draft_tensors(DraftConfig.from_pretrained(folder), folder, torch.float32)
     mark = "draft." if selector == "all" else ""
 
     def sent(tensors: dict[str, Tensor]) -> requests.Response:

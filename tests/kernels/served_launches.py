@@ -156,7 +156,8 @@ def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
         noise = BlockNoise(accepted.lengths, torch.zeros(count), accepted.bonus)
         drafter._drafter.propose(accepted.bonus, requests, noise)
         drafter._drafter.propose(accepted.bonus, requests)
-        ops.seen_before(accepted.bonus, table[:, : COLUMNS - 7], requests, ids.shape[1] - 1)
+        newest = ids[:, 0].contiguous()
+        ops.seen_before(newest, table[:, : COLUMNS - 7], requests, ids.shape[1] - 1)
         replay.commit(accepted.lengths, None)
         replay.commit(accepted.lengths, Checkpoints(rows, rows))
     width = CONFIG.target_hidden_width

@@ -97,6 +97,15 @@ def test_the_texts_are_what_was_committed_and_nothing_else_is_read(
     assert {block.shape[1] for block in blocks} == ({2} if steps == 1 else {1, 2, block})
 
 
+def distrust_the_draft(worker: Any) -> None:
+    """Let the draft be wrong in a few steps without a match."""
+    width = worker.verify_block
+    known = RequestSlots(worker.req_to_token, torch.tensor([0]), torch.tensor([0]), 0)
+    for _ in range(3):
+        block = worker.lookup.fill(torch.full((1, 4), 20), known, width)
+        worker.lookup.learn(accept(block, torch.full((1, width), 9)))
+
+
 @pytest.mark.parametrize("verify_block", [None, 12])
 def test_drafts_are_looked_up_and_counted(verify_block: int | None) -> None:
     """The end of the first prompt stands in it before; the draft goes on as there."""
@@ -105,6 +114,7 @@ def test_drafts_are_looked_up_and_counted(verify_block: int | None) -> None:
     lengths = torch.tensor([9, 9])
     known = RequestSlots(worker.req_to_token, torch.tensor([1, 2]), lengths, 9)
     drafted = torch.tensor([[4, 20, 20, 20], [11, 20, 20, 20]])
+    distrust_the_draft(worker)
     block = worker.lookup.fill(drafted, known, worker.verify_block)
     # The rest of the block is no draft.
     rest = worker.verify_block - 4
@@ -113,7 +123,7 @@ def test_drafts_are_looked_up_and_counted(verify_block: int | None) -> None:
     worker.lookup.learn(accept(block, torch.tensor([[5, 6, 3, 9] + [9] * rest, [9] * (4 + rest)])))
     worker.drafter.counters.send()
     report = worker.figures.report()
-    assert report["steps_by_source"] == {"draft": 1, "lookup": 1}
+    assert report["steps_by_source"] == {"draft": 4, "lookup": 1}
     assert report["accepted_drafts_by_source"] == {"draft": 0, "lookup": 3}
 
 
@@ -125,6 +135,7 @@ def test_ids_of_images_are_not_proposed() -> None:
         worker.req_to_token, torch.tensor([1]), torch.tensor([len(text)]), len(text)
     )
     drafted = torch.tensor([[3, 20, 21, 22]])
+    distrust_the_draft(worker)
     assert worker.lookup.fill(drafted, known, 4).tolist() == [[3, 20, 21, 3]]
 
 
