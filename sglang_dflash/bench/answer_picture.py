@@ -131,7 +131,7 @@ def _panel(
     steps = answer.tokens / max(1, len(answer.steps))
     yield _text(right, top + 100, "soft", f"{steps:.2f} tokens a step")
     if answer is not first:
-        yield _text(right, top + 122, "name", f"{answer.rate / first.rate:.2f}x {first.name}")
+        yield _text(right, top + 122, "name", f"{answer.rate / first.rate:.2f}x as fast")
 
 
 def _text(x: float, y: float, style: str, text: str) -> str:

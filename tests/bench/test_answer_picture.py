@@ -39,7 +39,7 @@ def test_a_picture_shows_both_answers_from_their_first_line() -> None:
     texts = ["".join(node.itertext()) for node in root.iter() if node.tag.endswith("}text")]
     assert texts[0].startswith("> Tell me a <story>") and texts[0].endswith("...")
     assert texts.count("Once") == 2 and "8.0" in texts and "56.0" in texts
-    assert "7.00x plain" in texts and "2.80 tokens a step" in texts
+    assert "7.00x as fast" in texts and "2.80 tokens a step" in texts
     assert texts[-1] == "a model, a machine"
     # It takes nothing from elsewhere, and is readable on dark pages.
     assert "http" not in drawn.replace("http://www.w3.org/2000/svg", "")

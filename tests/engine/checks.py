@@ -82,10 +82,10 @@ def known_text_drafted(seen: Seen) -> None:
         assert workload.acceptance_length(seen.ours["demo"]) > 2
 
 
-def both_sources(seen: Seen) -> None:
-    """Drafts from either source are taken and accepted."""
+def both_sources(seen: Seen, least: int = 10) -> None:
+    """Drafts from either source are taken and accepted, more than `least` of each."""
     for counts in (seen.report["steps_by_source"], seen.report["accepted_drafts_by_source"]):
-        assert min(counts.values()) > 10, counts
+        assert min(counts.values()) > least, counts
 
 
 def looked_up(seen: Seen) -> None:
