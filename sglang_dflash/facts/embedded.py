@@ -12,7 +12,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.target_config import TargetGeometry
 
 _MEMORIZED = "Python code that both models have memorized"
-_CHATS = "chats, code and edits, with SmolLM2-135M-Instruct, which is fetched once"
+_CHATS = "a chat model, SmolLM2-135M-Instruct, which is fetched once"
 
 
 @dataclass(frozen=True)
