@@ -108,7 +108,7 @@ def test_the_report_tells_whether_an_embedded_pair_knows_its_text() -> None:
         for pair in ("dense", "smollm2")
     )
     assert "both models have memorized" in dense
-    assert "chats" in chat
+    assert "a chat model" in chat
     # Of one's own prompts it knows nothing, nor of another pair's.
     for other in ({"dataset_file": "mine.jsonl"}, {"dataset": ("demo",)}):
         settings = BenchSettings(pair="smollm2", **other)

@@ -24,7 +24,7 @@ from tests.engine.session import ServerSession
 from tests.engine.target_kinds import KINDS
 
 # The others are in the tier `long`.
-ORDINARY = ("gpt-oss", "deepseek-v3")
+ORDINARY: tuple[str, ...] = ()
 CHUNK = 64
 PLAIN = s.OVERLAPPED.having(
     dtype="float32",

@@ -18,7 +18,8 @@ from sglang_dflash.inspect.report import inspect
 from sglang_dflash.inspect.serving import Serving
 
 DOCS = Path(__file__).parents[2] / "docs"
-WHOLE, PART = (DOCS / "models.md").read_text().split("## Published, without a whole config")
+WHOLE, _, REST = (DOCS / "models.md").read_text().partition("## Published, without a whole config")
+PART = REST.partition("\n## ")[0]
 
 
 def rows_of(text: str) -> list[dict[str, str]]:

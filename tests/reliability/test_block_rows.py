@@ -140,7 +140,9 @@ def test_a_verified_block_comes_after_the_committed_tokens() -> None:
     """On a plain CPU: `seq_lens` of a verify forward does not count the block."""
     slots = torch.arange(60).view(3, 20)
     runner = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(req_to_token=slots), token_to_kv_pool=None
+        req_to_token_pool=SimpleNamespace(req_to_token=slots),
+        token_to_kv_pool=None,
+        use_mla_backend=False,
     )
     backend = CpuAttentionBackend(runner)
     forward = SimpleNamespace(
