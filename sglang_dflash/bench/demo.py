@@ -59,8 +59,8 @@ class Timed(NamedTuple):
 
 
 def prompts_of(pair: DemoPair) -> list[tuple[str, Prompt]]:
-    """Prompts and their kinds: first turns of the built-in data sets `TASKS` in turns, or the texts
-    that a pair without a chat template goes on with."""
+    """Return prompts and their tasks: first turns of the built-in data sets `TASKS`, one of each in
+    turn, or the texts that a pair without a chat template continues."""
     if pair.kind != KIND:
         return [("text", Prompt((text,), chat=False)) for text in pair.prompts[:MEASURED]]
     count = MEASURED // len(TASKS)
@@ -117,7 +117,13 @@ def median_prompt(plain: list[Timed], dflash: list[Timed]) -> int:
     return ratios.index(statistics.median_low(ratios))
 
 
-def draw(plain: Server, dflash: Server, asked: tuple[str, Any], sampling: dict[str, Any]) -> str:
+def draw(
+    pair: DemoPair,
+    plain: Server,
+    dflash: Server,
+    asked: tuple[str, Any],
+    sampling: dict[str, Any],
+) -> str:
     """The picture of both answers to a prompt, each given alone, at the moment at which the
     shorter one ends."""
     text, ids = asked
@@ -126,9 +132,8 @@ def draw(plain: Server, dflash: Server, asked: tuple[str, Any], sampling: dict[s
         lane.read(server.url, {"input_ids": ids, "sampling_params": sampling})
     moment = min(lane.seconds for lane in lanes)
     device = "one GPU" if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
-    caption = (
-        f"SmolLM2-135M-Instruct, {device}, the median of {MEASURED} prompts: bash launch/demo.sh"
-    )
+    model = "SmolLM2-135M-Instruct" if pair.kind == KIND else f"the demo pair {pair.kind}"
+    caption = f"{model}, {device}, the median of {MEASURED} prompts: bash launch/demo.sh"
     return picture(text, [lane.until(moment) for lane in lanes], caption)
 
 
@@ -215,7 +220,7 @@ def run(args: argparse.Namespace) -> None:
         by_task = speedups([task for task, _ in asked], *answers)
         result = {"text": kinds()[pair.kind], **outcome(*answers), "speedup_by_task": by_task}
         if args.picture:
-            drawn = draw(plain, dflash, shown[median_prompt(*answers)], sampling)
+            drawn = draw(pair, plain, dflash, shown[median_prompt(*answers)], sampling)
             args.picture.write_text(drawn)
         plain.stop()
         print(summary(result, "GPU" if on_gpu else "CPU", demo_dtype(pair.is_hybrid, on_gpu)))

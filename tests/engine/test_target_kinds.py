@@ -61,7 +61,8 @@ def in_chunks(seen: Seen) -> None:
 
 
 def prefixes_found(seen: Seen) -> None:
-    """As many tokens as plain decoding finds; of a chat one more, an answer's last one."""
+    """Prefix hits cover as many tokens as in plain decoding; in a chat one more, an answer's last
+    one."""
     for kind, ours in seen.ours.items():
         got, expected = map(checks.cached_tokens, (ours, seen.theirs[kind]))
         assert {one - other for one, other in zip(got, expected, strict=True)} <= {0, 1}
