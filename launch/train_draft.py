@@ -50,6 +50,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--only", choices=STAGES, help="the only stage to run")
     add("--shards", type=int, default=10, help="of the text (default: %(default)s)")
+    add(
+        "--server",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an SGLang server of the target that writes the text; given again, the first one "
+        "writes what is greedy, the others what is sampled",
+    )
     add("--chats", type=int, help="of a shard (default: 512, on a GPU 2048)")
     add("--steps", type=int, default=4000, help="of the v1 draft (default: %(default)s)")
     add("--dflash2-steps", type=int, default=1000, help="of the other (default: %(default)s)")
@@ -79,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(args: argparse.Namespace, recipe: Recipe) -> None:
     stages = {
         "text": lambda: recipe.write_text(
-            args.shards, args.chats or text.CHATS[recipe.device.type]
+            args.shards, args.chats or text.CHATS[recipe.device.type], args.server
         ),
         "states": recipe.write_states,
         "draft": lambda: recipe.train(False, args.steps, args.milestone),

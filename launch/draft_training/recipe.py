@@ -25,6 +25,7 @@ from . import draft, measure, states, text
 from .device import fastest_dtype, name_of
 from .loop import Run
 from .start import dflash2_config, draft_config, init_from_draft, init_from_target
+from .writers import ServerWriter, TransformersWriter
 
 # Of the v1 draft, and of the DFlash2 draft, which starts from it: a lower rate, and a higher one
 # for tables that begin at zero.
@@ -91,9 +92,11 @@ class Recipe:
     def embed(self) -> Tensor:
         return self.target.get_input_embeddings().weight.detach()
 
-    def write_text(self, shards: int, chats: int) -> None:
+    def write_text(self, shards: int, chats: int, servers: Sequence[str] = ()) -> None:
+        """`servers`: URLs of SGLang servers of the target, which write in place of this process."""
         every = [prompt for prompts in self.held_out.values() for prompt in prompts]
-        author = text.Author(self.target, self.tokenizer, self.ends, every)
+        writer = ServerWriter(servers) if servers else TransformersWriter(self.target)
+        author = text.Author(writer, self.tokenizer, self.ends, every)
         text.write_shards(author, self.work / "text", shards, chats, self.prompts)
 
     def write_states(self) -> None:
@@ -103,7 +106,8 @@ class Recipe:
         """Return the states of the target's greedy answers to held-out prompts, computed once."""
         folder, found = self.work / "held_out", {}
         folder.mkdir(exist_ok=True)
-        author = text.Author(self.target, self.tokenizer, self.ends, loop_tokens=10**6)
+        writer = TransformersWriter(self.target)
+        author = text.Author(writer, self.tokenizer, self.ends, loop_tokens=10**6)
         for name, prompts in self.held_out.items():
             file = folder / f"{name}.pt"
             if not file.exists():

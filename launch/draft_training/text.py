@@ -11,18 +11,19 @@ import json
 import random
 import re
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.transformers_loop.pair import chat_tokens
-from sglang_dflash.transformers_loop.writer import Job, Nucleus, write
+from sglang_dflash.transformers_loop.writer import Job, Nucleus
 
 from .device import now
+from .writers import Writer
 
 # How a user's turn begins, by kind, and the share of the kind. What follows is the target's.
 OPENINGS: dict[str, tuple[float, tuple[str, ...]]] = {
@@ -54,8 +55,8 @@ OPENINGS: dict[str, tuple[float, tuple[str, ...]]] = {
 }  # fmt: skip
 # What half of the arithmetic turns end with.
 REASON = "\n\nReason step by step, and put the final answer in \\boxed{}."
-# Chats of a shard, and how many are decoded at a time.
-CHATS, ROWS = {"cpu": 512, "cuda": 2048}, {"cpu": 256, "cuda": 1024}
+# Chats of a shard.
+CHATS = {"cpu": 512, "cuda": 2048}
 # One answer of three is sampled, the others are greedy; a quarter of the chats has a second turn.
 SAMPLED, SECOND_TURN = 3, 0.25
 TURNS, ANSWERS = Nucleus(0.9, 0.97), Nucleus(0.7, 0.97)
@@ -116,7 +117,7 @@ class Author:
     """Writes chats.
 
     Args:
-        target: as `writer.fast_decoding` returns it.
+        writer: continues texts.
         ends: the tokens that end a text.
         held_out: prompts that no text may be a near copy of.
         loop_tokens: of a repetition loop so many tokens are kept.
@@ -124,13 +125,13 @@ class Author:
 
     def __init__(
         self,
-        target: PreTrainedModel,
+        writer: Writer,
         tokenizer: Any,
         ends: Collection[int],
         held_out: Sequence[Prompt] = (),
         loop_tokens: int = LOOP_TOKENS,
     ) -> None:
-        self.target, self.tokenizer, self.ends = target, tokenizer, ends
+        self.writer, self.tokenizer, self.ends = writer, tokenizer, ends
         self.held_out = {gram for of in held_out for turn in of.turns for gram in grams(turn)}
         self.loop_tokens = loop_tokens
         after = tokenizer(self._around_turn([])[1], add_special_tokens=False)["input_ids"]
@@ -205,8 +206,7 @@ class Author:
             chat.is_over = not job.ended and not chat.planned
 
     def _write(self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus) -> None:
-        rows = ROWS[self.target.device.type]
-        write(self.target, jobs, ends, rows=rows, nucleus=nucleus, loop_tokens=self.loop_tokens)
+        self.writer.write(jobs, ends, nucleus, self.loop_tokens)
 
 
 def write_shards(
@@ -214,14 +214,13 @@ def write_shards(
 ) -> None:
     """Write the shards 0 to `count - 1` that are not in `folder` yet."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number in range(count):
-        file = folder / f"{number:04}.jsonl"
-        if file.exists():
-            continue
-        began = now(author.target.device)
+
+    def write_shard(number: int) -> None:
+        began = now(author.writer.device)
         rows = [chat.row for chat in author.shard(number, chats, prompts)]
-        spent = now(author.target.device) - began
+        spent = now(author.writer.device) - began
         lines = [{"chats": len(rows), "spent": spent}, *rows]
+        file = folder / f"{number:04}.jsonl"
         file.with_suffix(".tmp").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         file.with_suffix(".tmp").replace(file)
         new = sum(end - begin for row in rows for begin, end in row["answers"])
@@ -230,3 +229,8 @@ def write_shards(
             f"{spent:.0f} s",
             flush=True,
         )
+
+    missing = [i for i in range(count) if not (folder / f"{i:04}.jsonl").exists()]
+    with ThreadPoolExecutor(author.writer.shards_at_a_time) as pool:
+        for _ in pool.map(write_shard, missing):
+            pass

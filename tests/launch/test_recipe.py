@@ -14,6 +14,7 @@ from launch.draft_training import card, draft, recipe, start, text
 from launch.draft_training.loop import Run
 from launch.draft_training.recipe import Recipe
 from launch.draft_training.states import States, read_text, states_of
+from launch.draft_training.writers import TransformersWriter
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model, save_model
@@ -66,7 +67,7 @@ def test_texts_are_the_targets_own(made: Recipe) -> None:
 
 
 def test_a_shard_does_not_depend_on_those_before_it(made: Recipe, tmp_path: Path) -> None:
-    author = text.Author(made.target, made.tokenizer, made.ends)
+    author = text.Author(TransformersWriter(made.target), made.tokenizer, made.ends)
     kept = (made.work / "text/0001.jsonl").read_text().splitlines()[1:]
     (tmp_path / "0000.jsonl").touch()
     text.write_shards(author, tmp_path, 2, 6, made.prompts)
@@ -80,7 +81,7 @@ def test_the_target_writes_turns_itself(made: Recipe, monkeypatch: pytest.Monkey
     monkeypatch.setattr(text, "is_turn", lambda text: True)
     monkeypatch.setattr(text, "SECOND_TURN", 1.0)
     monkeypatch.setattr(text, "OPENINGS", {"code": (1.0, ("Write a",))})
-    author = text.Author(made.target, made.tokenizer, made.ends)
+    author = text.Author(TransformersWriter(made.target), made.tokenizer, made.ends)
     end = made.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert author.ends_of_turn == {*made.ends, end}
     asked: list[tuple[str, int]] = []
@@ -105,7 +106,12 @@ def test_the_target_writes_turns_itself(made: Recipe, monkeypatch: pytest.Monkey
 
 def test_near_copies_of_held_out_prompts_are_left_out(made: Recipe) -> None:
     words = [f"word{i}" for i in range(20)]
-    author = text.Author(made.target, made.tokenizer, made.ends, [Prompt((" ".join(words),), True)])
+    author = text.Author(
+        TransformersWriter(made.target),
+        made.tokenizer,
+        made.ends,
+        [Prompt((" ".join(words),), True)],
+    )
     near = f"Please: {' '.join(words[3 : 3 + text.NEAR_COPY])}!"
     far = f"Please: {' '.join(words[3 : 2 + text.NEAR_COPY])}!"
     assert not author.held_out.isdisjoint(text.grams(near))

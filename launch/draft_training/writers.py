@@ -1,0 +1,107 @@
+"""Who continues the texts: the target in this process, or SGLang servers of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import requests
+import torch
+from transformers import PreTrainedModel
+
+from sglang_dflash.transformers_loop.writer import Job, Nucleus, write
+
+# Texts that Transformers decodes at a time.
+ROWS = {"cpu": 256, "cuda": 1024}
+# Texts of one HTTP request, and the seconds that it may take.
+ASKED, TIMEOUT_S = 1024, 1800
+# A shard waits for its longest texts; meanwhile servers work on others.
+SHARDS_AT_A_TIME = 4
+
+
+class Writer(Protocol):
+    """Continues texts.
+
+    Attributes:
+        device: that `device.now` reads the clock of.
+        shards_at_a_time: threads that may call `write`.
+    """
+
+    device: torch.device
+    shards_at_a_time: int
+
+    def write(
+        self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
+    ) -> None:
+        """Continue all jobs; see `transformers_loop.writer.write`."""
+
+
+class TransformersWriter:
+    """`target`: as `writer.fast_decoding` returns it."""
+
+    shards_at_a_time = 1
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        self.target, self.device = target, target.device
+
+    def write(
+        self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
+    ) -> None:
+        rows = ROWS[self.device.type]
+        write(self.target, jobs, ends, rows=rows, nucleus=nucleus, loop_tokens=loop_tokens)
+
+
+class ServerWriter:
+    """SGLang servers of the target, which serve without a draft.
+
+    A batch with sampled texts sorts the logits of all its texts. Of several servers, the first
+    therefore gets the greedy texts, and the others share the sampled ones. Their samples have no
+    seed: a shard that is written again is another.
+    """
+
+    shards_at_a_time = SHARDS_AT_A_TIME
+    # Of a clock: the CPU time of this process says nothing about servers.
+    device = torch.device("cuda")
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.greedy, self.sampled = urls[0], list(urls[1:]) or [urls[0]]
+
+    def write(
+        self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
+    ) -> None:
+        """Raises ValueError: a server does not answer as asked."""
+        greedy = [job for job in jobs if not job.sampled]
+        sampled = [job for job in jobs if job.sampled]
+        parts = [(self.greedy, greedy[i : i + ASKED]) for i in range(0, len(greedy), ASKED)]
+        for i in range(0, len(sampled), ASKED):
+            url = self.sampled[i // ASKED % len(self.sampled)]
+            parts.append((url, sampled[i : i + ASKED]))
+        with ThreadPoolExecutor(max(1, len(parts))) as pool:
+            for _ in pool.map(lambda part: ask(*part, ends, nucleus), parts):
+                pass
+        for job in jobs:
+            job.look_for_loop(loop_tokens)
+
+
+def ask(url: str, jobs: Sequence[Job], ends: Collection[int], nucleus: Nucleus) -> None:
+    """Let a server continue some jobs in one request. Raises ValueError."""
+    sampling = {"temperature": nucleus.temperature, "top_p": nucleus.mass}
+    parameters: list[dict[str, Any]] = [
+        {
+            **(sampling if job.sampled else {"temperature": 0}),
+            "max_new_tokens": job.limit,
+            "stop_token_ids": sorted(ends),
+        }
+        for job in jobs
+    ]
+    body = {"input_ids": [job.prompt for job in jobs], "sampling_params": parameters}
+    try:
+        response = requests.post(f"{url}/generate", json=body, timeout=TIMEOUT_S)
+    except requests.RequestException as error:
+        raise ValueError(f"{url}: {error}") from error
+    if not response.ok:
+        raise ValueError(f"{url}: status {response.status_code}, {response.text[:300]}")
+    for job, answer in zip(jobs, response.json(), strict=True):
+        for token in answer["output_ids"]:
+            job.add(token, ends)
