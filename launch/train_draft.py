@@ -5,7 +5,8 @@
 Stages: text (the target writes chats, or answers --prompts), states (what the draft reads), draft
 (DFlash v1), dflash2 (if --dflash2 is given; it starts from that one), card. A stage whose result is
 there is skipped, and an interrupted one resumes: run the same command again. More --shards or
---steps go on from what is there. It runs on one GPU, or on one core of a CPU.
+--steps (or --minutes) go on from what is there. It runs on one GPU, where states are in memory
+only, or on one core of a CPU. SIGTERM saves the state of training and ends it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from launch.draft_training import card, text
+from launch.draft_training.loop import Length
 from launch.draft_training.recipe import Recipe
 from sglang_dflash.bench import datasets
 
 STAGES = ("text", "states", "draft", "dflash2", "card")
+STEPS, MILESTONE = 4000, {"cpu": 600, "cuda": 60}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -59,13 +62,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "writes what is greedy, the others what is sampled",
     )
     add("--chats", type=int, help="of a shard (default: 512, on a GPU 2048)")
-    add("--steps", type=int, default=4000, help="of the v1 draft (default: %(default)s)")
+    add("--steps", type=int, help="of the v1 draft (default: 4000, unless there are --minutes)")
+    add("--minutes", type=float, help="of the v1 draft's training, if --steps do not end it before")
     add("--dflash2-steps", type=int, default=1000, help="of the other (default: %(default)s)")
     add(
         "--milestone",
         type=float,
-        default=600,
-        help="seconds from one to the next (default: %(default)s)",
+        help="seconds from one to the next (default: 600, on a GPU 60)",
+    )
+    add(
+        "--max-state-gib",
+        type=float,
+        help="of states in a GPU's memory; further text is left out (default: 60 %% of it)",
     )
     return parser.parse_args(argv)
 
@@ -79,19 +87,24 @@ def main(argv: list[str] | None = None) -> None:
             held_out[name] = datasets.from_file(Path(file))
         prompts = datasets.from_file(args.prompts) if args.prompts else ()
         recipe = Recipe(args.target, args.work, prompts, held_out, args.device, start=args.start)
+        if args.max_state_gib:
+            recipe.max_state_bytes = args.max_state_gib * 2**30
         run(args, recipe)
     except ValueError as error:
         raise SystemExit(f"train_draft: {error}") from error
 
 
 def run(args: argparse.Namespace, recipe: Recipe) -> None:
+    every = args.milestone or MILESTONE[args.device.type]
+    seconds = 60 * args.minutes if args.minutes else float("inf")
+    steps = args.steps or (float("inf") if args.minutes else STEPS)
     stages = {
         "text": lambda: recipe.write_text(
             args.shards, args.chats or text.CHATS[recipe.device.type], args.server
         ),
         "states": recipe.write_states,
-        "draft": lambda: recipe.train(False, args.steps, args.milestone),
-        "dflash2": lambda: args.dflash2 and recipe.train(True, args.dflash2_steps, args.milestone),
+        "draft": lambda: recipe.train(False, Length(steps, seconds), every),
+        "dflash2": lambda: args.dflash2 and recipe.train(True, Length(args.dflash2_steps), every),
         "card": lambda: [
             card.write(recipe, name, folder)
             for name, folder in (("draft", args.out), ("dflash2", args.dflash2))

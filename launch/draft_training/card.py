@@ -1,4 +1,4 @@
-"""The newest draft with its card: what it learned from, and the learning curve."""
+"""The best draft with its card: what it learned from, and the learning curve."""
 
 from __future__ import annotations
 
@@ -18,16 +18,31 @@ from .states import read_text
 
 
 def write(recipe: Recipe, name: str, out: Path) -> None:
-    """Copy the newest milestone of the run `name` into `out`, and write its README.md and
+    """Copy the best milestone of the run `name` into `out`, and write its README.md and
     curve.json."""
-    newest = max((recipe.work / "milestones").glob(f"{name}-*"))
+    step, best = best_milestone(recipe, name)
     out.mkdir(parents=True, exist_ok=True)
     for file in ("config.json", "model.safetensors"):
-        shutil.copyfile(newest / file, out / file)
+        shutil.copyfile(best / file, out / file)
     curve = json.loads((recipe.work / f"{name}.curve.json").read_text())
     (out / "curve.json").write_text(json.dumps(curve, indent=1) + "\n")
     config = DraftConfig.from_pretrained(out)
-    (out / "README.md").write_text(_CARD.format(**_facts(recipe, config, out), curve=_table(curve)))
+    facts = _facts(recipe, config, out)
+    (out / "README.md").write_text(_CARD.format(**facts, step=step, curve=_table(curve)))
+
+
+def best_milestone(recipe: Recipe, name: str) -> tuple[int, Path]:
+    """Its step in the learning curve, and its folder: the highest mean acceptance length of the
+    held-out sets, the later one of equals."""
+    before = recipe.curve_before()[-1:] if name == "draft" else []
+    first = before[0]["step"] if before else 0
+    found = []
+    for row in json.loads((recipe.work / f"{name}.curve.json").read_text()):
+        folder = recipe.work / "milestones" / f"{name}-{row['step'] - first:06}"
+        if row["step"] > first and folder.exists():
+            lengths = row["held_out"].values()
+            found.append((sum(lengths) / max(1, len(lengths)), row["step"], folder))
+    return max(found)[1:]
 
 
 def _table(curve: list[dict[str, Any]]) -> str:
@@ -103,6 +118,8 @@ to {measured} prompts of each held-out set, {new_tokens} new tokens at most, whi
 ("in training": on the blocks that it is trained on; all others are of averaged weights):
 
 {curve}
+
+This draft is that after {step:,} steps, the best on the mean of the held-out sets.
 {started}
 Made by `python launch/train_draft.py --target TARGET --work WORK --out DRAFT`.
 """

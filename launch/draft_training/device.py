@@ -6,11 +6,32 @@ import time
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 def now(device: torch.device) -> float:
     """Seconds so far: of this process' CPU time, or on a GPU of a clock."""
     return time.process_time() if device.type == "cpu" else time.monotonic()
+
+
+def wait(device: torch.device) -> None:
+    """Until a GPU has done all that it was asked: the clock is to count it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory(device: torch.device) -> float:
+    """Bytes of all memory of a GPU; infinite on a CPU, where states are mapped from files."""
+    if device.type == "cpu":
+        return float("inf")
+    return float(torch.cuda.get_device_properties(device).total_memory)
+
+
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """A small tensor on the device; a GPU's work so far is not waited for."""
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def name_of(device: torch.device) -> str:

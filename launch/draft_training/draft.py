@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,12 +15,15 @@ from torch import Tensor
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.selector import CandidateSelector
 
+from .device import sent
 from .states import States
 
 # Later positions count less, because a token is used only if all before it are right
 # (arXiv 2602.06036, section 4.3).
 DECAY = 4.0
 BATCH, ANCHORS = {"cpu": 8, "cuda": 32}, 64
+# A batch is of so many shards at most: a GPU gathers all answers of a shard at once.
+SHARDS = 4
 # Share of the loss that compares distributions; the rest is the cross entropy of the argmax.
 SOFT = 0.5
 # On a CPU the softmax is over the tokens that are the most frequent in the text, those that the
@@ -46,10 +50,12 @@ class Batch:
 
 
 def draw(shards: Sequence[States], rows: int, anchors: int, rng: random.Random) -> Batch:
-    """Random answers, each with blocks at random places of it."""
+    """Random answers of a few random shards, each with blocks at random places of it."""
     weights = [len(shard.answers) for shard in shards]
+    few = rng.choices(shards, weights, k=min(rows, SHARDS))
     picked = [
-        (shard, rng.randrange(len(shard.answers))) for shard in rng.choices(shards, weights, k=rows)
+        (shard, rng.randrange(len(shard.answers)))
+        for shard in (few[row * len(few) // rows] for row in range(rows))
     ]
     # The first generated token is the first that a block can begin with; one must follow.
     places = [
@@ -60,21 +66,35 @@ def draw(shards: Sequence[States], rows: int, anchors: int, rng: random.Random) 
 
 
 def gather(picked: Sequence[tuple[States, int]], anchors: Tensor) -> Batch:
-    """The texts of these answers, with blocks at `anchors` `[R, A]`."""
-    found, ends = [], []
+    """The texts of these answers, with blocks at `anchors` `[R, A]`. Fast where answers of the
+    same shard follow each other."""
+    spans = []
     for shard, i in picked:
         text, _, end = shard.answers[i].tolist()
-        begin = int(shard.begins[text])
-        own = slice(begin, begin + end)
-        found.append((shard.ids[own], shard.hidden[own], shard.likely[own], shard.log_p[own]))
-        ends.append(end)
-    ids, hidden, likely, log_p = (
-        torch.nn.utils.rnn.pad_sequence(list(of), batch_first=True)
-        for of in zip(*found, strict=True)
-    )
-    device = ids.device
+        spans.append((int(shard.begins[text]), end))
+    width, device = max(end for _, end in spans), picked[0][0].ids.device
+    # One copy to the device.
+    numbers = sent(torch.cat((torch.tensor(spans), anchors), 1), device)
+    begins, ends = numbers[:, :1], numbers[:, 1:2]
+    column = torch.arange(width, device=device)
+    at, padding = begins + torch.minimum(column, ends - 1), column >= ends
+    runs = [list(run) for _, run in groupby(range(len(picked)), lambda row: id(picked[row][0]))]
+
+    def of(name: str) -> Tensor:
+        parts = [
+            getattr(picked[run[0]][0], name).index_select(0, at[run[0] : run[-1] + 1].flatten())
+            for run in runs
+        ]
+        found = torch.cat(parts).unflatten(0, at.shape)
+        return found.masked_fill_(padding if found.ndim == 2 else padding[..., None], 0)
+
     return Batch(
-        ids, hidden, likely.long(), log_p.float(), torch.tensor(ends).to(device), anchors.to(device)
+        of("ids"),
+        of("hidden"),
+        of("likely").long(),
+        of("log_p").float(),
+        ends[:, 0].contiguous(),
+        numbers[:, 2:].contiguous(),
     )
 
 
@@ -151,10 +171,14 @@ class Vocabulary:
             counts += torch.bincount(shard.ids, minlength=size)
         kept = FREQUENT if self.device.type == "cpu" else size
         self.frequent = counts.argsort(descending=True)[:kept]
+        self.all = torch.arange(size, device=self.device)
+        self.none_added = torch.zeros(size, device=self.device)
 
     def tokens(self, needed: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
         """Tokens int64 `[n]`, ascending, and what is added to the logit of each: a token of the
         random ones stands for as many as were left out for it."""
+        if len(self.frequent) == self.size:
+            return self.all, self.none_added
         kept = torch.zeros(self.size, dtype=torch.bool, device=self.device)
         kept[self.frequent] = True
         kept[needed.flatten()] = True
@@ -181,11 +205,14 @@ def edge_logits(
 
 def block_loss(
     model: DraftModel, embed: Tensor, head: Tensor, of: Vocabulary, batch: Batch, rng: random.Random
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, Tensor]:
     """The loss with position weights exp(-(k - 1) / DECAY), and the mean acceptance length.
 
     Args:
         embed, head: `[V, E]`, the target's.
+
+    Returns:
+        Both float32 `[]` on the device: reading them waits for it.
     """
     block = model.config.block_size
     hidden = block_hidden(model, embed, batch)[:, :, 1:]
@@ -212,4 +239,4 @@ def block_loss(
         right = torch.zeros_like(known)
         right[known] = of_likely[:, 0] >= log_q.amax(-1)
         accepted = right.long().cumprod(-1).sum(-1)
-    return loss, 1 + accepted.float().mean().item()
+    return loss, 1 + accepted.float().mean()

@@ -4,8 +4,12 @@ weights, which is what is measured and kept."""
 from __future__ import annotations
 
 import random
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +18,8 @@ from torch import Tensor, nn
 from .device import now
 
 SAVE_EVERY_S = 120.0
+# Steps from one line of output to the next; each waits for a GPU.
+LINE = {"cpu": 10, "cuda": 100}
 # The average goes back over so large a share of the steps so far.
 AVERAGED = 0.1
 # What is indexed by token, which is no matrix to Muon.
@@ -33,14 +39,39 @@ def make_optimizers(
     return [muon, torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
-def lr_scale(step: int, steps: int, warmup: int) -> float:
-    """Linear warm-up, a plateau until 60 % of the run, then linearly down to 1 %.
+@dataclass(frozen=True)
+class Length:
+    """So many steps or seconds of training, whichever end first."""
+
+    steps: float = float("inf")
+    seconds: float = float("inf")
+
+    def done(self, step: int, spent: float) -> float:
+        """The share of it that is over after `step` steps and `spent` seconds."""
+        return max(step / self.steps, spent / self.seconds)
+
+
+def lr_scale(step: int, warmup: int, done: float) -> float:
+    """Linear warm-up, a plateau until 60 % of the run are `done`, then linearly down to 1 %.
 
     A run that is extended goes on with the rate that the longer run has there.
     """
     if step < warmup:
         return (step + 1) / warmup
-    return max(0.01, min(1.0, 2.5 * (steps - step) / steps))
+    return max(0.01, min(1.0, 2.5 * (1 - done)))
+
+
+@contextmanager
+def until_sigterm(run: Run) -> Iterator[None]:
+    """Let SIGTERM cut a run at the end of its step (`Run.train`), in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: run.cut.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Run:
@@ -50,18 +81,20 @@ class Run:
         name: of the state's file; it seeds the data.
         model: in the dtype that its forward and backward passes are computed in; the weights that
             are updated are float32.
-        loss_of: of a step's random numbers: the loss, and the acceptance length of the batch.
+        loss_of: of a step's random numbers: the loss, and the acceptance length of the batch, both
+            `[]` on the device.
 
     Attributes:
         step: steps so far; spent: seconds so far (`device.now`), interruptions included.
         average: weights, averaged over the last steps.
+        cut: set it, and `train` leaves after its step.
     """
 
     def __init__(
         self,
         name: str,
         model: nn.Module,
-        loss_of: Callable[[random.Random], tuple[Tensor, float]],
+        loss_of: Callable[[random.Random], tuple[Tensor, Tensor]],
         *,
         lr: float,
         work: Path,
@@ -75,14 +108,16 @@ class Run:
         }
         self.device = next(iter(self.weights.values())).device
         self.optimizers = make_optimizers(self.weights, codebooks)
-        self.step, self.spent = 0, 0.0
+        self.step, self.spent, self.cut = 0, 0.0, threading.Event()
         self.average = {n: p.detach().clone() for n, p in self.weights.items()}
         if self.file.exists():
-            state = torch.load(self.file, map_location=self.device)
+            # AdamW's counts of steps stay on the host: on a GPU each would be waited for.
+            state = torch.load(self.file, map_location="cpu")
             self._set(state["weights"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
-            self.step, self.spent, self.average = (state[of] for of in ("step", "spent", "average"))
+            self.step, self.spent = state["step"], state["spent"]
+            self.average = {n: p.to(self.device) for n, p in state["average"].items()}
         self._copy()
 
     @torch.no_grad()
@@ -108,30 +143,42 @@ class Run:
         torch.save(state, self.file.with_suffix(".tmp"))
         self.file.with_suffix(".tmp").replace(self.file)
 
-    def train(self, steps: int, until: float = float("inf")) -> float:
-        """Go on to `steps` steps or `until` seconds of the run; the mean acceptance length of
-        the batches of these steps."""
-        saved_at, lengths = time.monotonic(), []
-        while self.step < steps and self.spent < until:
+    def train(self, length: Length, until: float = float("inf")) -> float:
+        """Go on to the end of a length, or to `until` seconds of the run; the mean acceptance
+        length of the batches of these steps.
+
+        Raises:
+            SystemExit: the run was cut; its state is saved.
+        """
+        saved_at, line = time.monotonic(), LINE[self.device.type]
+        lengths: list[Tensor] = []
+        while not self.cut.is_set() and self.spent < until and not self.is_over(length):
             began = now(self.device)
             # One generator per step: a resumed run sees the same data as an uninterrupted one.
             loss, acceptance = self.loss_of(random.Random(f"0-{self.name}-{self.step}"))
-            self._update(loss, self.lr * lr_scale(self.step, steps, self.warmup))
+            rate = lr_scale(self.step, self.warmup, length.done(self.step, self.spent))
+            self._update(loss, self.lr * rate)
             lengths.append(acceptance)
             self.step += 1
             self.spent += now(self.device) - began
-            if self.step % 10 == 0:
-                recent = sum(lengths[-10:]) / len(lengths[-10:])
+            if self.step % line == 0:
                 print(
-                    f"{self.name} {self.step}/{steps}: loss {loss.item():.3f}, acceptance in the "
-                    f"batches {recent:.2f}, {self.spent:.0f} s",
+                    f"{self.name} {self.step} ({length.done(self.step, self.spent):.1%}): loss "
+                    f"{loss.item():.3f}, acceptance in the batches {_mean(lengths[-line:]):.2f}, "
+                    f"{self.spent:.0f} s",
                     flush=True,
                 )
             if time.monotonic() - saved_at >= SAVE_EVERY_S:
                 self.save()
                 saved_at = time.monotonic()
         self.save()
-        return sum(lengths) / max(1, len(lengths))
+        if self.cut.is_set():
+            print(f"{self.name}: cut after {self.step} steps; saved", flush=True)
+            raise SystemExit(0)
+        return _mean(lengths)
+
+    def is_over(self, length: Length) -> bool:
+        return length.done(self.step, self.spent) >= 1
 
     def _update(self, loss: Tensor, lr: float) -> None:
         """One optimizer step."""
@@ -148,3 +195,7 @@ class Run:
             for name, value in self.weights.items():
                 self.average[name].lerp_(value, share)
         self._copy()
+
+
+def _mean(lengths: list[Tensor]) -> float:
+    return torch.stack(lengths).mean().item() if lengths else 0.0

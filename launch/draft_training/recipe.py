@@ -22,8 +22,8 @@ from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.transformers_loop.writer import fast_decoding
 
 from . import draft, measure, states, text
-from .device import fastest_dtype, name_of
-from .loop import Run
+from .device import fastest_dtype, memory, name_of
+from .loop import Length, Run, until_sigterm
 from .start import dflash2_config, draft_config, init_from_draft, init_from_target
 from .writers import ServerWriter, TransformersWriter
 
@@ -34,6 +34,8 @@ LR, LR2, CODEBOOKS = 5e-3, 1e-3, 2.0
 HELD_OUT, HELD_OUT_TOKENS = 32, 128
 # Tokens back that the draft sees in training, and when it is served: farther ones would be noise.
 CONTEXT = 512
+# Of a GPU's memory, states get so large a share at most.
+SHARE_OF_STATES = 0.6
 
 
 @dataclass
@@ -45,6 +47,9 @@ class Recipe:
         target_folder, prompts, device, start: see `launch/train_draft.py`.
         held_out: set name -> its prompts.
         dtype: of all forwards; by default the fastest of the device.
+        held: the states of the text are computed where they are used, and kept in memory, by
+            default on a GPU; otherwise they are files.
+        max_state_bytes: of held ones; by default 60 % of the device's memory.
     """
 
     target_folder: Path
@@ -54,11 +59,16 @@ class Recipe:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype | None = None
     start: Path | None = None
+    held: bool | None = None
+    max_state_bytes: float | None = None
     _shards: dict[str, states.States] = field(default_factory=dict)
+    _is_full: bool = False
 
     def __post_init__(self) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
         self._check_target()
+        if self.held is None:
+            self.held = self.device.type != "cpu"
         self.dtype = self.dtype or fastest_dtype(self.device)
         self.tokenizer = AutoTokenizer.from_pretrained(self.target_folder)
         model = AutoModelForCausalLM.from_pretrained(self.target_folder, dtype=self.dtype)
@@ -100,6 +110,9 @@ class Recipe:
         text.write_shards(author, self.work / "text", shards, chats, self.prompts)
 
     def write_states(self) -> None:
+        if self.held:
+            print("states: none on disk; the draft's stage computes them", flush=True)
+            return
         states.write_states(self.target, self.layers, self.work / "text", self.work / "states")
 
     def held_out_states(self) -> dict[str, states.States]:
@@ -116,13 +129,26 @@ class Recipe:
                 author.answer(chats, HELD_OUT_TOKENS)
                 rows = [chat.row for chat in chats if chat.answers]
                 made = states.states_of(self.target, self.layers, rows)
-                torch.save(vars(made), file.with_suffix(".tmp"))
+                torch.save(vars(made.to(torch.device("cpu"))), file.with_suffix(".tmp"))
                 file.with_suffix(".tmp").replace(file)
             found[name] = states.read_states(file).to(self.device)
         return found
 
     def shards(self) -> list[states.States]:
-        """All that are written by now, on the device."""
+        """Those of all text that is written by now, on the device."""
+        if self.held:
+            if not self._is_full:
+                limit = self.max_state_bytes or SHARE_OF_STATES * memory(self.device)
+                self._is_full = not states.hold_states(
+                    self.target,
+                    self.layers,
+                    self.work / "text",
+                    self.work / "states",
+                    self._shards,
+                    limit,
+                )
+            return list(self._shards.values())
+        self.write_states()
         for file in sorted((self.work / "states").glob("*.pt")):
             if file.name not in self._shards:
                 self._shards[file.name] = states.read_states(file).to(self.device)
@@ -168,17 +194,20 @@ class Recipe:
         init_from_draft(model, first)
         return raw, model
 
-    def train(self, second: bool, steps: int, every: float) -> None:
-        """Train, with a milestone every so many seconds."""
+    def train(self, second: bool, length: Length, every: float) -> None:
+        """Train, with a milestone every so many seconds.
+
+        Raises:
+            SystemExit: the process was asked to end (SIGTERM); the state is saved.
+        """
         raw, model = self.new_dflash2() if second else (self.raw, self.new_draft())
-        shards: list[states.States] = []
         batch_size = draft.BATCH[self.device.type]
         # Not `model.to`: a rotation's frequencies stay float32, as when the draft is served.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self.device, self.dtype)
         model.rotary.to(self.device)
 
-        def loss_of(rng: random.Random) -> tuple[Tensor, float]:
+        def loss_of(rng: random.Random) -> tuple[Tensor, Tensor]:
             batch = draft.draw(shards, batch_size, draft.ANCHORS, rng)
             return draft.block_loss(model, self.embed, self.head, of, batch, rng)
 
@@ -190,19 +219,24 @@ class Recipe:
             work=self.work,
             codebooks=CODEBOOKS,
         )
-        while run.step < steps:
-            # More text may have been written.
-            self.write_states()
-            shards[:] = self.shards()
-            of = draft.Vocabulary(self.head.shape[0], shards)
-            in_batches = run.train(steps, until=(run.spent // every + 1) * every)
-            self.milestone(run, raw, in_batches, len(shards))
+        shards = self.shards()
+        with until_sigterm(run):
+            while not run.is_over(length) or not self.folder_of(run).exists():
+                # More text may have been written.
+                shards = self.shards()
+                of = draft.Vocabulary(self.head.shape[0], shards)
+                in_batches = run.train(length, until=(run.spent // every + 1) * every)
+                self.milestone(run, raw, in_batches, len(shards))
+
+    def folder_of(self, run: Run) -> Path:
+        """The milestone of the step that a run is at."""
+        return self.work / "milestones" / f"{run.name}-{run.step:06}"
 
     def milestone(self, run: Run, raw: dict[str, Any], in_batches: float, shards: int) -> None:
         """Keep the averaged weights, and measure them."""
         model = DraftModel(DraftConfig.from_dict(raw))
         model.load_state_dict(run.average)
-        folder = self.work / "milestones" / f"{run.name}-{run.step:06}"
+        folder = self.folder_of(run)
         save_model(model, raw, folder, torch.bfloat16)
         before = self.curve_before() if run.name == "draft" else []
         last = before[-1] if before else dict.fromkeys(("step", "seconds", "blocks"), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .device import now
+from .device import now, sent, wait
 
-# The target's likeliest tokens that are kept of every place; texts, and places whose logits are
-# computed at a time.
+# The target's likeliest tokens that are kept of every place.
 LIKELIEST = 8
-ROWS, PLACES = {"cpu": 8, "cuda": 64}, {"cpu": 256, "cuda": 4096}
+# At a time: texts, their tokens with padding, and places whose logits are computed.
+ROWS, TOKENS = {"cpu": 8, "cuda": 2**30}, {"cpu": 2**30, "cuda": 2**15}
+PLACES = {"cpu": 256, "cuda": 4096}
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class States:
     likely: Tensor
     log_p: Tensor
 
+    @property
+    def bytes(self) -> int:
+        """Of the tensors of batches."""
+        return sum(of.nbytes for of in (self.ids, self.hidden, self.likely, self.log_p))
+
     def to(self, device: torch.device) -> States:
         """Move the tensors of batches to a device; begins and answers are read on the host."""
         moved = {
@@ -51,36 +57,78 @@ class States:
         return replace(self, **moved)
 
 
-@torch.inference_mode()
+# Not inference_mode: a backward pass may not keep the tensors that this makes.
+@torch.no_grad()
 def states_of(
     target: PreTrainedModel, layer_ids: Sequence[int], rows: Sequence[dict[str, Any]]
 ) -> States:
-    """Compute the states of texts with the keys `ids`, `answers` and `kind`."""
-    lengths = torch.tensor([len(row["ids"]) for row in rows])
+    """Compute the states of texts with the keys `ids`, `answers` and `kind`, on the target's
+    device."""
+    device, of = target.device, target.config.get_text_config()
+    lengths = torch.tensor([len(row["ids"]) for row in rows], dtype=torch.int64)
     begins = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-    total, of = int(begins[-1]), target.config.get_text_config()
-    hidden = torch.empty(total, len(layer_ids) * of.hidden_size, dtype=torch.bfloat16)
-    likely = torch.zeros(total, LIKELIEST, dtype=torch.int32)
-    log_p = torch.zeros(total, LIKELIEST, dtype=torch.float16)
-    for batch in lengths.argsort().split(ROWS[target.device.type]) if rows else ():
-        longest = int(lengths[batch].max())
-        ids = torch.tensor([rows[i]["ids"] + [0] * (longest - int(lengths[i])) for i in batch])
+    flat = torch.tensor([token for row in rows for token in row["ids"]], dtype=torch.int64)
+    ids, total = flat.to(device), len(flat)
+    width = len(layer_ids) * of.hidden_size
+    hidden = torch.empty(total, width, dtype=torch.bfloat16, device=device)
+    likely = torch.zeros(total, LIKELIEST, dtype=torch.int32, device=device)
+    log_p = torch.zeros(total, LIKELIEST, dtype=torch.float16, device=device)
+    for batch in _batches(lengths.tolist(), device):
+        padded, to, from_ = _places(lengths, begins, batch)
+        asked = torch.zeros(padded, dtype=torch.int64)
+        asked.view(-1)[from_] = flat[to]
         # Padding on the right: no token sees it.
         out = target.get_decoder()(
-            input_ids=ids.to(target.device), use_cache=False, output_hidden_states=True
+            input_ids=sent(asked, device), use_cache=False, output_hidden_states=True
         )
-        joined = torch.cat([out.hidden_states[i + 1] for i in layer_ids], -1)
-        for row, i in enumerate(batch.tolist()):
-            own = slice(int(begins[i]), int(begins[i + 1]))
-            hidden[own] = joined[row, : int(lengths[i])].cpu()
-            for begin, end in rows[i]["answers"]:
-                at = slice(int(begins[i]) + begin - 1, int(begins[i]) + end - 1)
-                final = out.last_hidden_state[row, begin - 1 : end - 1]
-                likely[at], log_p[at] = _likeliest(target, final)
+        joined = torch.cat([out.hidden_states[i + 1] for i in layer_ids], -1).flatten(0, 1)
+        hidden[sent(to, device)] = joined[sent(from_, device)].bfloat16()
+        to, from_ = _answered(rows, begins, batch, padded[1])
+        to, final = sent(to, device), out.last_hidden_state.flatten(0, 1)[sent(from_, device)]
+        if len(to):
+            likely[to], log_p[to] = _likeliest(target, final)
     spans = [(i, *span) for i, row in enumerate(rows) for span in row["answers"]]
     kinds = [row["kind"] for row in rows for _ in row["answers"]]
-    ids = torch.tensor([token for row in rows for token in row["ids"]])
-    return States(begins, torch.tensor(spans).view(-1, 3), kinds, ids, hidden, likely, log_p)
+    answers = torch.tensor(spans, dtype=torch.int64).view(-1, 3)
+    return States(begins, answers, kinds, ids, hidden, likely, log_p)
+
+
+def _batches(lengths: list[int], device: torch.device) -> Iterator[list[int]]:
+    """Which texts are read together: of like lengths, and no more than the device takes."""
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        padded = (len(batch) + 1) * lengths[i]
+        if batch and (len(batch) == ROWS[device.type] or padded > TOKENS[device.type]):
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def _places(
+    lengths: Tensor, begins: Tensor, batch: list[int]
+) -> tuple[tuple[int, int], Tensor, Tensor]:
+    """Shape `(R, W)` of a padded batch, and of all its n tokens the places int64 `[n]` among those
+    of all texts, and in the flattened batch."""
+    own = lengths[batch]
+    column = torch.arange(int(own.max()))
+    inside = column < own[:, None]
+    to = (begins[batch][:, None] + column)[inside]
+    return (len(batch), len(column)), to, inside.flatten().nonzero()[:, 0]
+
+
+def _answered(
+    rows: Sequence[dict[str, Any]], begins: Tensor, batch: list[int], width: int
+) -> tuple[Tensor, Tensor]:
+    """`_places` of the tokens that an answer's token follows."""
+    to, from_ = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    for row, i in enumerate(batch):
+        for begin, end in rows[i]["answers"]:
+            at = torch.arange(begin - 1, end - 1)
+            to.append(begins[i] + at)
+            from_.append(row * width + at)
+    return torch.cat(to), torch.cat(from_)
 
 
 def _likeliest(target: PreTrainedModel, final: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +146,7 @@ def _likeliest(target: PreTrainedModel, final: Tensor) -> tuple[Tensor, Tensor]:
         total = logits.float().logsumexp(-1, keepdim=True)
         found.append((candidates.gather(1, best.indices).int(), (best.values - total).half()))
     likely, log_p = zip(*found, strict=True)
-    return torch.cat(likely).cpu(), torch.cat(log_p).cpu()
+    return torch.cat(likely), torch.cat(log_p)
 
 
 def read_text(file: Path) -> list[dict[str, Any]]:
@@ -115,7 +163,7 @@ def write_states(
         if file.exists():
             continue
         began = now(target.device)
-        states = states_of(target, layer_ids, read_text(text))
+        states = states_of(target, layer_ids, read_text(text)).to(torch.device("cpu"))
         spent = now(target.device) - began
         torch.save({**asdict(states), "spent": spent}, file.with_suffix(".tmp"))
         file.with_suffix(".tmp").replace(file)
@@ -126,3 +174,49 @@ def read_states(file: Path) -> States:
     """Tensors are mapped from the file, and read when they are indexed."""
     state = torch.load(file, mmap=True, map_location="cpu")
     return States(**{name: state[name] for name in States.__dataclass_fields__})
+
+
+def hold_states(
+    target: PreTrainedModel,
+    layer_ids: Sequence[int],
+    texts: Path,
+    folder: Path,
+    held: dict[str, States],
+    limit: float,
+) -> bool:
+    """Compute the states of all shards of text that are not in `held` (name -> states) yet, and
+    keep them there, on the target's device. `folder` gets a line of each, and no states.
+
+    Returns:
+        Whether all are held: of a shard that would make more than `limit` bytes of them, and of
+        those after it, none are computed. The first shard always is.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for text in sorted(texts.glob("*.jsonl")):
+        if text.stem in held:
+            continue
+        began, rows = now(target.device), read_text(text)
+        size = bytes_of_token(target, layer_ids) * sum(len(row["ids"]) for row in rows)
+        before = sum(of.bytes for of in held.values())
+        if held and before + size > limit:
+            print(
+                f"states {text.stem}: not loaded, nor those after it: with {size / 2**30:.1f} GiB "
+                f"more than {before / 2**30:.1f} GiB they pass --max-state-gib",
+                flush=True,
+            )
+            return False
+        held[text.stem] = states = states_of(target, layer_ids, rows)
+        wait(target.device)
+        spent, tokens = now(target.device) - began, len(states.ids)
+        (folder / text.name).write_text(json.dumps({"tokens": tokens, "spent": spent}) + "\n")
+        print(
+            f"states {text.stem}: {tokens} tokens, {spent:.1f} s, "
+            f"{(before + size) / 2**30:.1f} GiB of memory so far",
+            flush=True,
+        )
+    return True
+
+
+def bytes_of_token(target: PreTrainedModel, layer_ids: Sequence[int]) -> int:
+    """Of a token's id, hidden states, and likeliest tokens with their probabilities."""
+    return 8 + 2 * len(layer_ids) * target.config.get_text_config().hidden_size + 6 * LIKELIEST
