@@ -221,22 +221,25 @@ class Recipe:
         )
         shards = self.shards()
         with until_sigterm(run):
-            while not run.is_over(length) or not self.folder_of(run).exists():
+            while not run.is_over(length) or not self.is_measured(run):
                 # More text may have been written.
                 shards = self.shards()
                 of = draft.Vocabulary(self.head.shape[0], shards)
                 in_batches = run.train(length, until=(run.spent // every + 1) * every)
                 self.milestone(run, raw, in_batches, len(shards))
 
-    def folder_of(self, run: Run) -> Path:
-        """The milestone of the step that a run is at."""
-        return self.work / "milestones" / f"{run.name}-{run.step:06}"
+    def is_measured(self, run: Run) -> bool:
+        """Whether the learning curve has the step that a run is at."""
+        file = self.work / f"{run.name}.curve.json"
+        before = self.curve_before() if run.name == "draft" else []
+        step = (before[-1]["step"] if before else 0) + run.step
+        return file.exists() and any(row["step"] == step for row in json.loads(file.read_text()))
 
     def milestone(self, run: Run, raw: dict[str, Any], in_batches: float, shards: int) -> None:
         """Keep the averaged weights, and measure them."""
         model = DraftModel(DraftConfig.from_dict(raw))
         model.load_state_dict(run.average)
-        folder = self.folder_of(run)
+        folder = self.work / "milestones" / f"{run.name}-{run.step:06}"
         save_model(model, raw, folder, torch.bfloat16)
         before = self.curve_before() if run.name == "draft" else []
         last = before[-1] if before else dict.fromkeys(("step", "seconds", "blocks"), 0)

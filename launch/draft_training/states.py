@@ -84,8 +84,8 @@ def states_of(
         joined = torch.cat([out.hidden_states[i + 1] for i in layer_ids], -1).flatten(0, 1)
         hidden[sent(to, device)] = joined[sent(from_, device)].bfloat16()
         to, from_ = _answered(rows, begins, batch, padded[1])
-        to, final = sent(to, device), out.last_hidden_state.flatten(0, 1)[sent(from_, device)]
         if len(to):
+            to, final = sent(to, device), out.last_hidden_state.flatten(0, 1)[sent(from_, device)]
             likely[to], log_p[to] = _likeliest(target, final)
     spans = [(i, *span) for i, row in enumerate(rows) for span in row["answers"]]
     kinds = [row["kind"] for row in rows for _ in row["answers"]]
