@@ -215,20 +215,25 @@ def block_loss(
         Both float32 `[]` on the device: reading them waits for it.
     """
     block = model.config.block_size
-    hidden = block_hidden(model, embed, batch)[:, :, 1:]
     labels, known = labels_of(batch, block)
-    # What is not known is not computed.
-    hidden, later = hidden[known], torch.arange(block - 1, device=hidden.device)
-    weight = torch.exp(-later / DECAY).expand_as(known)[known]
+    # What is not known is not computed. It is the only wait for a GPU, and before its long work.
+    rows = known.flatten().nonzero()[:, 0]
+
+    def of_known(t: Tensor) -> Tensor:
+        return t.flatten(0, 2).index_select(0, rows)
+
+    hidden = of_known(block_hidden(model, embed, batch)[:, :, 1:])
+    later = torch.arange(block - 1, device=hidden.device)
+    weight = of_known(torch.exp(-later / DECAY).expand_as(known))
     weight = weight / weight.sum()
     at = (places_of(batch, block)[0] - 1).flatten(1)[..., None]
     soft = [t.gather(1, at.expand(-1, -1, t.shape[-1])) for t in (batch.likely, batch.log_p)]
-    likely, log_p = (t.view(*known.shape, -1)[known] for t in soft)
+    likely, log_p = (of_known(t.view(*known.shape, -1)) for t in soft)
     tokens, added = of.tokens(likely, rng)
     logits = F.linear(hidden, head[tokens], added.to(head.dtype))
     if model.candidate_selector is not None:
         bonus = batch.ids.gather(1, batch.anchors)[..., None]
-        before = torch.cat((bonus, labels[..., :-1]), -1)[known]
+        before = of_known(torch.cat((bonus, labels[..., :-1]), -1))
         logits = logits + edge_logits(model.candidate_selector, hidden, before, tokens)
     log_q = F.log_softmax(logits, -1, dtype=torch.float32)
     of_likely = log_q.gather(1, torch.searchsorted(tokens, likely))
@@ -236,7 +241,7 @@ def block_loss(
     share[:, 0] += 1 - SOFT
     loss = -((share * of_likely).sum(-1) * weight).sum()
     with torch.no_grad():
-        right = torch.zeros_like(known)
-        right[known] = of_likely[:, 0] >= log_q.amax(-1)
-        accepted = right.long().cumprod(-1).sum(-1)
+        right = torch.zeros_like(known).flatten()
+        right[rows] = of_likely[:, 0] >= log_q.amax(-1)
+        accepted = right.view_as(known).long().cumprod(-1).sum(-1)
     return loss, 1 + accepted.float().mean()
