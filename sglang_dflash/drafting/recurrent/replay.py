@@ -178,7 +178,7 @@ def _writes(
     between = (total - total.transpose(-1, -2)).masked_fill_(~lower, float("-inf")).exp_()
     own = beta * (v - total.exp() * (k @ state.transpose(-1, -2)))
     system = beta * (k @ k.transpose(-1, -2)) * between
-    return torch.linalg.solve_triangular(system, own, upper=False, unitriangular=True), between
+    return _solved(system, own), between
 
 
 def _keys_and_values(
@@ -205,3 +205,15 @@ def _keys_and_values(
     groups = layers.value_heads // layers.key_heads
     k = unit_length(k.float().contiguous()).repeat_interleave(groups, 2)
     return k, v.float().contiguous()
+
+
+def _solved(system: Tensor, right: Tensor) -> Tensor:
+    """`x [..., T, D]` of `system @ x = right`, with ones on the diagonal of the lower triangular
+    `system [..., T, T]`."""
+    if system.device.type == "cpu":
+        return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    # For a few tokens, without the hundreds of megabytes that a GPU's solver takes.
+    x = right.clone()
+    for i in range(1, x.shape[-2]):
+        x[..., i, :] -= (system[..., i : i + 1, :i] @ x[..., :i, :])[..., 0, :]
+    return x
