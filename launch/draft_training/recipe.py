@@ -229,7 +229,7 @@ class Recipe:
                 self.milestone(run, raw, in_batches, len(shards))
 
     def is_measured(self, run: Run) -> bool:
-        """Whether the learning curve has the step that a run is at."""
+        """Return whether the learning curve has the step that a run is at."""
         file = self.work / f"{run.name}.curve.json"
         before = self.curve_before() if run.name == "draft" else []
         step = (before[-1]["step"] if before else 0) + run.step

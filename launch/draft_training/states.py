@@ -46,7 +46,7 @@ class States:
 
     @property
     def bytes(self) -> int:
-        """Of the tensors of batches."""
+        """Size of the tensors of batches."""
         return sum(of.nbytes for of in (self.ids, self.hidden, self.likely, self.log_p))
 
     def to(self, device: torch.device) -> States:
@@ -94,7 +94,7 @@ def states_of(
 
 
 def _batches(lengths: list[int], device: torch.device) -> Iterator[list[int]]:
-    """Which texts are read together: of like lengths, and no more than the device takes."""
+    """Numbers of the texts of each batch: of like lengths, and no more than the device takes."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         padded = (len(batch) + 1) * lengths[i]
@@ -218,5 +218,5 @@ def hold_states(
 
 
 def bytes_of_token(target: PreTrainedModel, layer_ids: Sequence[int]) -> int:
-    """Of a token's id, hidden states, and likeliest tokens with their probabilities."""
+    """Bytes of its id, hidden states, and likeliest tokens with their probabilities."""
     return 8 + 2 * len(layer_ids) * target.config.get_text_config().hidden_size + 6 * LIKELIEST

@@ -1,4 +1,4 @@
-"""What a GPU does in place of files: states in memory, on texts of random tokens."""
+"""States in memory, as on a GPU, in place of files: of texts of random tokens."""
 
 from __future__ import annotations
 
