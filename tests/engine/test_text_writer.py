@@ -46,5 +46,5 @@ def test_it_writes_what_transformers_writes(server: Server) -> None:
 
 def test_a_server_that_is_not_there_is_named() -> None:
     writer = ServerWriter(["http://127.0.0.1:9"])
-    with pytest.raises(ValueError, match="127.0.0.1:9"):
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:9"):
         writer.write([Job([1], limit=1, sampled=False)], {2}, ANSWERS, LOOP_TOKENS)
