@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sglang_dflash.drafting.heads import TargetHead, make_head
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.transformers_loop.loops import loop_start
 
 from .draft import block_hidden, gather
+from .loops import loop_start
 from .states import States
 
 # Blocks that are drafted at a time.

@@ -19,9 +19,9 @@ from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model, save_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.transformers_loop.writer import fast_decoding
 
 from . import draft, measure, states, text
+from .decoding import fast_decoding
 from .device import fastest_dtype, memory, name_of
 from .loop import Length, Run, until_sigterm
 from .start import dflash2_config, draft_config, init_from_draft, init_from_target

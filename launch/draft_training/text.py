@@ -20,8 +20,8 @@ import torch
 
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.transformers_loop.pair import chat_tokens
-from sglang_dflash.transformers_loop.writer import Job, Nucleus
 
+from .decoding import Job, Nucleus
 from .device import now
 from .writers import Writer
 

@@ -10,7 +10,7 @@ import requests
 import torch
 from transformers import PreTrainedModel
 
-from sglang_dflash.transformers_loop.writer import Job, Nucleus, write
+from .decoding import Job, Nucleus, write
 
 # Texts that Transformers decodes at a time.
 ROWS = {"cpu": 256, "cuda": 1024}
@@ -34,11 +34,11 @@ class Writer(Protocol):
     def write(
         self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
     ) -> None:
-        """Continue all jobs; see `transformers_loop.writer.write`."""
+        """Continue all jobs; see `decoding.write`."""
 
 
 class TransformersWriter:
-    """`target`: as `writer.fast_decoding` returns it."""
+    """`target`: as `decoding.fast_decoding` returns it."""
 
     shards_at_a_time = 1
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from launch.draft_training.decoding import Job, fast_decoding
 from launch.draft_training.text import ANSWERS
 from launch.draft_training.writers import ServerWriter, TransformersWriter
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.transformers_loop.writer import Job, fast_decoding
 from tests.engine.servers import PLAIN
 
 LOOP_TOKENS = 8

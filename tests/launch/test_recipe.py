@@ -12,6 +12,7 @@ import torch
 
 from launch.draft_training import card, draft, recipe, start, text
 from launch.draft_training.loop import Length, Run
+from launch.draft_training.loops import loop_start
 from launch.draft_training.recipe import Recipe
 from launch.draft_training.states import States, read_text, states_of
 from launch.draft_training.writers import TransformersWriter
@@ -20,7 +21,6 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model, save_model
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.transformers_loop.generation import spec_generate
-from sglang_dflash.transformers_loop.loops import loop_start
 from tests.launch.small_target import PROMPTS, write_target
 
 HELD_OUT = {"chat": [Prompt(("Name a color.", "And one more?"), True), Prompt(("Hi there",), True)]}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from sglang_dflash.transformers_loop import writer
-from sglang_dflash.transformers_loop.writer import Job, Nucleus
+from launch.draft_training import decoding
+from launch.draft_training.decoding import Job, Nucleus
 
 END = 7
 
@@ -43,12 +43,12 @@ def test_greedy_texts_are_those_of_one_at_a_time(
 ) -> None:
     """Texts of many lengths, of which some end early, more than a batch holds, and a cache that
     grows."""
-    monkeypatch.setattr(writer, "ROOM", 5)
-    monkeypatch.setattr(writer, "TIDY", 3)
+    monkeypatch.setattr(decoding, "ROOM", 5)
+    monkeypatch.setattr(decoding, "TIDY", 3)
     asked, limit = prompts(23), 24
     expected = [alone(target, prompt, limit) for prompt in asked]
     assert 2 < sum(text[-1] == END for text in expected) < 20
-    writer.fast_decoding(target)
+    decoding.fast_decoding(target)
     jobs = [Job(prompt, limit, sampled=False) for prompt in asked]
     new = 0
 
@@ -56,7 +56,7 @@ def test_greedy_texts_are_those_of_one_at_a_time(
         nonlocal new
         new += count
 
-    writer.write(target, jobs, {END}, rows=8, nucleus=Nucleus(), loop_tokens=10**6, report=report)
+    decoding.write(target, jobs, {END}, rows=8, nucleus=Nucleus(), loop_tokens=10**6, report=report)
     assert [job.tokens for job in jobs] == expected
     assert [job.ended for job in jobs] == [text[-1] == END for text in expected]
     assert new == sum(map(len, expected))

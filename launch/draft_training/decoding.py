@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from sglang_dflash.transformers_loop.loops import loop_start
+from .loops import loop_start
 
 # Candidates per sampled token; one that is outside the nucleus is passed over.
 DRAWS = 8
