@@ -1,4 +1,4 @@
-"""Who continues the texts: the target in this process, or SGLang servers of it."""
+"""Writers of text: the target in this process, or SGLang servers of it."""
 
 from __future__ import annotations
 
