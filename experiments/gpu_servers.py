@@ -63,7 +63,7 @@ class Options:
     prompt_tokens: int = setting(512, "of a prompt (default: {default})")
     max_new_tokens: int = setting(128, "of an answer (default: {default})")
     rounds: int = setting(2, "measured passes per server and concurrency (default: {default})")
-    dtype: str = setting("bfloat16", "default: {default}", choices=("bfloat16", "float32"))
+    dtype: str = setting("bfloat16", "default: {default}", choices=("bfloat16", "float16"))
     flags: str = setting("", "of every server, in quotes")
     start_timeout_s: float = setting(600.0, "for a server to start (default: {default})")
 

@@ -18,10 +18,9 @@ from sglang_dflash.bench.server import (
     ServerProcess,
     demo_config,
     dflash_flags,
-    dtype_flags,
     together,
 )
-from sglang_dflash.bench.settings import WIDTH, BenchSettings
+from sglang_dflash.bench.settings import VLLM_ARMS, WIDTH, BenchSettings
 from sglang_dflash.drafting.machine import available_bytes
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
@@ -37,26 +36,30 @@ def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
     """The arms in the order asked for; the others are compared with the first.
 
     Raises:
-        ConfigError: the environment simulates acceptance, there is no such embedded pair, or no
-            vLLM where it should be.
+        ConfigError: the environment simulates acceptance, SGLang cannot serve the dtype, there is
+            no such embedded pair, or no vLLM where it should be.
     """
     if settings.base_url:
         return dict(settings.servers)
     if SIMULATED_LENGTH in os.environ:
         required = "would reach every server unseen; unset it, and give {simulated_acceptance}"
         raise ConfigError(SIMULATED_LENGTH, os.environ[SIMULATED_LENGTH], required)
+    names = settings.arms or ("ar", "dflash")
+    if accelerator and settings.dtype == "float32" and not set(names) <= set(VLLM_ARMS):
+        required = "SGLang's kernels on a GPU take 16 bits only; give bfloat16"
+        raise ConfigError("dtype", settings.dtype, required)
     if settings.embedded:
         pair = demo_pair(settings.embedded)
         target, draft = str(pair.target), str(pair.draft)
         base = _embedded_server(settings, accelerator)
     else:
         target, draft = settings.target or "", settings.draft or ""
-        base = _given_server(settings, accelerator)
+        base = _given_server(settings)
     made = {
         **_sglang_arms(settings, base, draft),
         **(_vllm_arms(settings, target, draft, accelerator) if settings.vllm else {}),
     }
-    return {name: made[name] for name in settings.arms or ("ar", "dflash")}
+    return {name: made[name] for name in names}
 
 
 def _sglang_arms(settings: BenchSettings, base: ServerConfig, draft: str) -> dict[str, Program]:
@@ -113,7 +116,7 @@ def _vllm_arms(
 
 def _embedded_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
     pair = demo_pair(settings.embedded or "")
-    config = demo_config(pair, dflash=False).with_flags(_for_all(settings, accelerator))
+    config = demo_config(pair, dflash=False).with_flags(_for_all(settings))
     if not pair.is_hybrid:
         return config
     # Twice the clients: with few free request slots SGLang admits no new request.
@@ -123,10 +126,10 @@ def _embedded_server(settings: BenchSettings, accelerator: bool) -> ServerConfig
     )
 
 
-def _given_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
+def _given_server(settings: BenchSettings) -> ServerConfig:
     flags: dict[str, FlagValue] = {
         "--model-path": settings.target or "",
-        **_for_all(settings, accelerator),
+        **_for_all(settings),
     }
     if settings.simulated_acceptance is not None:
         # No answer means anything, so no weights are read.
@@ -134,10 +137,10 @@ def _given_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
     return ServerConfig(flags)
 
 
-def _for_all(settings: BenchSettings, accelerator: bool) -> dict[str, FlagValue]:
+def _for_all(settings: BenchSettings) -> dict[str, FlagValue]:
     # To stream the whole text with every step costs the slower arm more than the faster one.
     flags: dict[str, FlagValue] = {
-        **dtype_flags(settings.dtype, accelerator),
+        "--dtype": settings.dtype,
         "--incremental-streaming-output": True,
     }
     return flags | ({"--enable-deterministic-inference": True} if settings.temperature else {})

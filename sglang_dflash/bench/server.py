@@ -125,24 +125,17 @@ def dflash_flags(draft: str) -> dict[str, FlagValue]:
     }
 
 
-def dtype_flags(dtype: str, accelerator: bool) -> dict[str, FlagValue]:
-    """Flags of a server that computes in `dtype`. On a GPU, the attention backends that SGLang
-    takes by itself (FA3, TRT-LLM, FlashInfer) serve 16 bits only."""
-    attention = {"--attention-backend": "triton"} if accelerator and dtype == "float32" else {}
-    return {"--dtype": dtype, **attention}
-
-
-def demo_dtype(is_hybrid: bool, accelerator: bool) -> str:
-    """Return the dtype that an embedded pair is served in: float32, to be exact, but where SGLang's
-    Triton prefill of Gated DeltaNet layers refuses it."""
-    return "bfloat16" if is_hybrid and accelerator else "float32"
+def default_dtype(accelerator: bool) -> str:
+    """Return the dtype that servers compute in: float32, to be exact, but on a GPU, where SGLang's
+    kernels take 16 bits only."""
+    return "bfloat16" if accelerator else "float32"
 
 
 def demo_config(pair: DemoPair, *, dflash: bool, accelerator: bool = False) -> ServerConfig:
     """A server of an embedded pair: small pools, no busy waiting."""
     flags: dict[str, FlagValue] = {
         "--model-path": str(pair.target),
-        **dtype_flags(demo_dtype(pair.is_hybrid, accelerator), accelerator),
+        "--dtype": default_dtype(accelerator),
         "--max-total-tokens": KV_TOKENS,
         "--sleep-on-idle": True,
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sglang_dflash.bench.datasets import NAMES
-from sglang_dflash.bench.server import demo_dtype
+from sglang_dflash.bench.server import default_dtype
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.public_target import KIND
@@ -108,9 +108,9 @@ class BenchSettings:
     # Where it runs.
     dtype: str = setting(
         "auto",
-        "what is computed in (default: float32 on a CPU, and for embedded pairs other than hybrid; "
-        "else bfloat16); only in float32 must all outputs be equal. Of a running server: if it "
-        "does not tell",
+        "what is computed in (default: float32 on a CPU, bfloat16 on a GPU, where SGLang serves 16 "
+        "bits only); only in float32 must all outputs be equal. Of a running server: if it does "
+        "not tell",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     server_flags: tuple[str, ...] = ()
@@ -152,12 +152,9 @@ class BenchSettings:
         Raises:
             ConfigError: a value is out of range, or two do not go together.
         """
-        large = accelerator and "target" in given
         values = {**(ON_ACCELERATOR if accelerator else {}), **given}
         if values.get("dtype", "auto") == "auto" and not values.get("base_url"):
-            # Large models are served in bfloat16; embedded pairs are here to be exact.
-            is_hybrid = given.get("pair") == "hybrid"
-            values["dtype"] = "bfloat16" if large else demo_dtype(is_hybrid, accelerator)
+            values["dtype"] = default_dtype(accelerator)
         settings = cls(**values)
         if settings.embedded and "concurrency" not in given:
             # It has 16 texts.

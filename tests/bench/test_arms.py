@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from sglang.kernels.ops.attention.fla.chunk import chunk_gated_delta_rule
 
 from sglang_dflash import cli
 from sglang_dflash.bench import arms
@@ -51,46 +48,20 @@ def test_arms_and_their_flags() -> None:
         assert one["dflash"].flags["--speculative-dflash-width"] == "fixed"
 
 
-@pytest.mark.parametrize(("hopper", "blackwell"), [(True, False), (False, True), (False, False)])
-def test_float32_on_a_gpu_has_an_attention_backend_that_serves_it(
-    hopper: bool, blackwell: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The backends that SGLang selects by itself serve 16 bits only."""
-    pytest.importorskip("sglang.srt")
-    from sglang.srt.arg_groups import model_override_base as sglangs
-
-    gpu = SimpleNamespace(
-        is_hopper_with_cuda_12_3=hopper, is_sm100=blackwell, is_hip=False, has_flashinfer=True
-    )
-    model = SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=[]), has_asymmetric_kv=False,
-        has_attention_sinks=False,
-    )  # fmt: skip
-    asked = SimpleNamespace(speculative_algorithm="DFLASH", speculative_eagle_topk=1, page_size=1)
-    monkeypatch.setattr(sglangs, "get_platform", lambda: gpu)
-    monkeypatch.setattr(sglangs.current_platform, "is_out_of_tree", lambda: False)
-    for view in ("resolving_view", "resolved_view"):
-        monkeypatch.setattr(sglangs, view, lambda given: given)
-    default = sglangs.get_default_attn_backend(asked, False, model)
-    assert default in ("fa3", "trtllm_mha", "flashinfer")
-    pair = {"target": "T", "draft": "D", "dtype": "float32"}
-    servers = [*started(True).values(), *started(True, **pair).values()]
-    servers.append(demo_config(demo_pair("dense"), dflash=True, accelerator=True))
-    assert {of.flags["--attention-backend"] for of in servers} == {"triton"}
-    assert not any("--attention-backend" in of.flags for of in started().values())
-    assert "--attention-backend" not in started(True, dtype="bfloat16")["ar"].flags
-
-
-def test_a_hybrid_pair_is_served_in_16_bits_on_a_gpu() -> None:
-    """SGLang's Triton prefill of Gated DeltaNet layers refuses float32: every prompt would fail."""
-    q = torch.zeros(1, 8, 2, 32)
-    with pytest.raises(AssertionError, match="float32"):
-        chunk_gated_delta_rule(q, q, q, q[..., 0], q[..., 0])
-    hybrid = [*started(True, pair="hybrid").values()]
-    hybrid.append(demo_config(demo_pair("hybrid"), dflash=True, accelerator=True))
-    assert {of.flags["--dtype"] for of in hybrid} == {"bfloat16"}
-    on_cpu = [*started(pair="hybrid").values(), demo_config(demo_pair("hybrid"), dflash=True)]
-    assert {of.flags["--dtype"] for of in on_cpu} == {"float32"}
+@pytest.mark.parametrize("pair", ["dense", "hybrid", None])
+def test_servers_on_a_gpu_compute_in_16_bits(pair: str | None) -> None:
+    """SGLang's norm and its prefill of Gated DeltaNet layers refuse float32 there."""
+    asked = {"target": "T", "draft": "D"} if pair is None else {"pair": pair}
+    for accelerator, dtype in ((True, "bfloat16"), (False, "float32")):
+        servers = [*started(accelerator, **asked, arms=ALL_ARMS).values()]
+        if pair is not None:
+            servers.append(demo_config(demo_pair(pair), dflash=True, accelerator=accelerator))
+        assert {of.flags["--dtype"] for of in servers} == {dtype}
+        assert not any("--attention-backend" in of.flags for of in servers)
+    with pytest.raises(ConfigError, match="take 16 bits only; give bfloat16") as refused:
+        started(True, **asked, dtype="float32")
+    assert (refused.value.field, refused.value.value) == ("dtype", "float32")
+    assert started(True, **asked, dtype="float16")["ar"].flags["--dtype"] == "float16"
 
 
 def test_sampled_arms_are_servers_whose_tokens_a_seed_decides() -> None:
@@ -135,7 +106,7 @@ def test_defaults_depend_on_the_machine() -> None:
     # The embedded pair has 16 texts, and each level needs as many.
     assert (gpu.levels, gpu.num_prompts, gpu.max_new_tokens) == ((1, 8, 16), 128, 1024)
     assert settings_for(True, target="T", draft="D").levels == (1, 8, 16, 32)
-    assert cpu.dtype == gpu.dtype == "float32"
+    assert (cpu.dtype, gpu.dtype) == ("float32", "bfloat16")
     assert settings_for(False, target="T", draft="D").datasets == ("stdlib",)
     assert settings_for(True, target="T", draft="D").dtype == "bfloat16"
     assert settings_for(pair="smollm2").datasets == ("chat",)

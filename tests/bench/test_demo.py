@@ -73,6 +73,7 @@ def test_the_chat_pair_is_asked_chats_and_served_as_to_users() -> None:
     config = config_of(pair, dflash=True, on_gpu=False)
     assert "--speculative-dflash-width" not in config.flags
     assert config.flags["--dtype"] == "float32"
+    assert config_of(pair, dflash=True, on_gpu=True).flags["--dtype"] == "bfloat16"
     dense = demo_pair("dense")
     assert "--speculative-dflash-width" in config_of(dense, dflash=True, on_gpu=False).flags
     assert prompts_of(dense)[0] == ("text", Prompt((dense.prompts[0],), chat=False))

@@ -177,6 +177,8 @@ def test_its_limits_are_bounded(tmp_path: Path) -> None:
     alone = served(True, **given, **of)["vllm"].flags
     assert not {"--kv-cache-memory-bytes", "--enforce-eager"} & set(alone)
     assert alone["--max-num-seqs"] == 32
+    # vLLM serves float32 on a GPU, too.
+    assert served(True, dtype="float32", **of)["vllm"].flags["--dtype"] == "float32"
 
 
 def test_the_environment_of_the_bench_is_not_its(

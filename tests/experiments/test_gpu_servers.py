@@ -185,7 +185,7 @@ def test_folders_have_the_published_shapes(tmp_path: Path) -> None:
 def test_three_real_servers(tmp_path: Path) -> None:
     pair = demo_pair("dense")
     argv = ["gpu_servers", "--target", str(pair.target), "--draft", str(pair.draft)]
-    argv += ["--dtype", "float32", "--concurrency", "1,4", "--max-new-tokens", "33"]
+    argv += ["--concurrency", "1,4", "--max-new-tokens", "33"]
     flags = ["--flags", "--max-total-tokens 16384 --sleep-on-idle"]
     out = tmp_path / "servers.json"
     assert runner.main([*argv, *flags, "--prompt-tokens", "64", "--out", str(out)]) == 0
@@ -194,7 +194,7 @@ def test_three_real_servers(tmp_path: Path) -> None:
         "ar": "plain", "builtin": "builtin", "dflash": "sglang-dflash"
     }  # fmt: skip
     for name, server in result["servers"].items():
-        assert server["kv_tokens"] == 16384 and server["dtype"] == "float32"
+        assert server["kv_tokens"] == 16384 and server["dtype"] == "bfloat16"
         for level in server["levels"].values():
             assert level["acceptance_length"] == (None if name == "ar" else 4.0)
     assert all(set(levels) == {"1", "4"} for levels in result["speedup"].values())

@@ -11,6 +11,7 @@ any module. Nothing of the product imports it.
   (`graph.py`). A capture runs nothing, and refuses what CUDA refuses.
 - Triton kernels run in Triton's interpreter (`interpreter.py`). Compiled kernels, those of
   sgl_kernel and of SGLang's JIT, are torch code by name (`kernels/`); one that is missing says so.
+  They take float32, which real ones refuse: answers are then comparable with a CPU's, to the bit.
 
 It does not show time, races between streams, numerics and limits of compiled kernels, the memory of
 graph pools, or NCCL (ranks talk over gloo).
