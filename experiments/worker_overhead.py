@@ -11,6 +11,7 @@ on a CPU, the draft side of the step. The built-in worker has no such figure.
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import tempfile
@@ -113,7 +114,9 @@ def unpack(revision: str, folder: Path) -> None:
 def importing(tree: Path) -> dict[str, str]:
     """The environment of a process that loads our packages from there."""
     # `python -m` would put the current folder, which is this checkout, before them.
-    return {"PYTHONPATH": f"{tree}:{tree / 'kernels'}", "PYTHONSAFEPATH": "1"}
+    # SGLang itself may be found by PYTHONPATH.
+    path = f"{tree}:{tree / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def run_level(

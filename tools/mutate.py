@@ -80,7 +80,7 @@ def copy_tree(root: Path, to: Path) -> None:
 def outcomes(copy: Path, tests: Sequence[str]) -> dict[str, bool]:
     """Run tests of the copy: of each function, whether it passed with all of its parameters, and of
     each set of parameters. All failed if the process died."""
-    paths = os.pathsep.join(map(str, (copy, copy / "kernels")))
+    paths = f"{copy}:{copy / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
     # Compiled files are told apart by whole seconds. Options for other tests are not for these.
     env = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-rA", "--tb=no", *tests]

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
-from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs, fold_
+from sglang_dflash.drafting.recurrent.replay import (
+    Moves,
+    RecurrentLayers,
+    VerifyInputs,
+    fold_,
+    forward_substitution,
+)
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH, BLOCK, DEPTH = 2, 4, 8, 6, 4, 5, 3
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -87,3 +94,21 @@ def test_every_accepted_length_gives_the_state_of_that_many_steps() -> None:
         assert torch.equal(states[:, untouched], before[:, untouched])
         # Length 0, in place.
         assert torch.equal(states[:, 0], before[:, 0])
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 1, 5)], ids=str)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2, 3), (7, 5), (16, 9), (33, 1)])
+def test_a_gpu_substitutes_what_a_cpu_solves(
+    batch: tuple[int, ...], tokens: int, width: int
+) -> None:
+    """The diagonal and what is above it are not read, and the right side is left as it is."""
+    system = torch.randn(*batch, tokens, tokens, dtype=torch.float64) / tokens
+    right = torch.randn(*batch, tokens, width, dtype=torch.float64)
+    before = right.clone()
+    expected = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    torch.testing.assert_close(forward_substitution(system, right), expected, rtol=0, atol=1e-12)
+    transposed = system.mT.contiguous().mT
+    torch.testing.assert_close(
+        forward_substitution(transposed, right), expected, rtol=0, atol=1e-12
+    )
+    assert torch.equal(right, before)

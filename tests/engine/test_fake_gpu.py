@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,3 +23,18 @@ def test_it_behaves_as_a_gpu(servers: ServerSession, tmp_path: Path) -> None:
     outcomes = json.loads(lines[-1])
     assert len(outcomes) == 12
     assert not {name: how for name, how in outcomes.items() if how is not None}
+
+
+def test_tests_of_kernels_choose_operations_by_its_device() -> None:
+    """Only tests in float32: it rounds bfloat16 otherwise than a real GPU."""
+    tests = (f"tests/kernels/test_{name}.py" for name in ("smallest_server", "gated_delta_fold"))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fake_gpu", "pytest", "-q", *tests]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "skipped" in done.stdout, "the interpreter's bytes are counted: this is no GPU"

@@ -36,11 +36,14 @@ def test_the_packages_of_another_commit(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
-def test_a_server_loads_that_commit(tmp_path: Path) -> None:
-    """It does even if it is started in the checkout."""
+def test_a_server_loads_that_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does even if it is started in the checkout, and finds what PYTHONPATH has."""
     unpack("HEAD", tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/of_pythonpath.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path / 'other'}")
     module = tmp_path / "sglang_dflash/where.py"
-    module.write_text("import sglang_dflash, dflash_kernels\n"
+    module.write_text("import sglang_dflash, dflash_kernels, of_pythonpath\n"
                       "print(sglang_dflash.__file__, dflash_kernels.__file__)\n")  # fmt: skip
     command = [sys.executable, "-m", "sglang_dflash.where"]
     ran = subprocess.run(

@@ -88,7 +88,8 @@ def counted_bytes() -> Iterator[Counted]:
 def run(*arguments: str, **environment: str) -> str:
     """Return the output of a Python process that has not loaded Triton's interpreter."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = f"{ROOT}:{ROOT / 'kernels'}"
+    # SGLang itself may be found by PYTHONPATH.
+    path = f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run(
         [sys.executable, *arguments],
         env={**inherited, "PYTHONPATH": path, **environment},

@@ -32,6 +32,14 @@ def test_a_server_launches_every_kernel_and_compiles_none_while_it_serves() -> N
     assert found["attention"] and set(found["attention"].values()) <= {1, 2, 3}
 
 
+def test_what_pythonpath_has_is_found_in_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_pythonpath.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run("-c", "import of_pythonpath, tests, dflash_kernels; print(1)") == "1\n"
+
+
 def test_the_table_has_every_published_shape() -> None:
     assert set(TABLE) == set(compile_kernels.cases())
 

@@ -13,13 +13,14 @@ from sglang_dflash.drafting.attention.backend import Backend, Capabilities
 from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import check_attention, check_recording
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.gpu_check.drafters import random_head, random_model
+from sglang_dflash.gpu_check.drafters import random_head
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.start.plan import Plan
 from tests.conftest import raw_config
@@ -54,8 +55,9 @@ def test_the_smallest_server_passes_its_own_checks(
     for module in ("dflash_kernels.draft_attention", "sglang_dflash.serving.start.plan"):
         monkeypatch.setattr(f"{module}.processors_of", lambda _: 132)
     device, dtype = torch.device(DEVICE), torch.float32
-    model = random_model(DraftConfig.from_dict(raw_config(**MIXED)), device, dtype)
-    model.ops = TritonOps() if backend == "triton" else TorchOps()
+    ops = TritonOps() if backend == "triton" else TorchOps()
+    with device:
+        model = DraftModel(DraftConfig.from_dict(raw_config(**MIXED)), ops=ops).freeze()
     options = Options(verify_block=BLOCK, draft_kv_tokens=ring).resolve(model.config)
     # A quarter of the pool holds a block; the context is twice as long.
     pool, context = 4 * BLOCK, 2 * BLOCK
