@@ -18,12 +18,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiments.shapes import context_of, folder_of
 from sglang_dflash.bench import load
 from sglang_dflash.bench.arms import arms_of
+from sglang_dflash.bench.compiled import compiled_in, settled
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.load import Answer, Pass
 from sglang_dflash.bench.progress import progress_bar
@@ -39,7 +41,6 @@ ARMS = ("ar", "builtin", "dflash")
 # Options that are also `BenchSettings`.
 SHARED = ("dtype", "simulated_acceptance", "concurrency", "rounds", "max_new_tokens")
 SESSION_TOKENS = 65536
-WARM_UP_TOKENS = 16
 # Of a server's log.
 LINES, COLUMNS = 80, 300
 # Lines of the log that come with every batch and request.
@@ -143,31 +144,30 @@ class Measurement:
                 levels = report["levels"] = {}
                 for level in self.levels:
                     self.bar.set_description(f"{self.name}, {level} at a time")
-                    levels[str(level)] = figures(self.passes(server.url, level))
+                    passes = self.passes(load.SGLang(server.url, log=log), level)
+                    levels[str(level)] = figures(passes)
                     self.bar.update()
         except Failed as error:
             report["failed"] = str(error).partition("\n")[0]
         return {**report, "log": last_lines(log)}
 
-    def passes(self, url: str, concurrency: int) -> list[Pass]:
-        """The measured passes at that many requests at a time, after one to warm up."""
-        to = load.SGLang(url)
+    def passes(self, to: load.SGLang, concurrency: int) -> list[Pass]:
+        """The measured passes at that many requests at a time, after one to warm up: batches of
+        other lengths would be of other shapes, whose kernels are compiled when they come."""
         # The text of a prompt is the seed of its tokens.
         prompts = [Prompt((str(seed),), chat=False) for seed in range(max(4, concurrency))]
 
-        def asking(new_tokens: int) -> Any:
-            def ask(to: load.SGLang, prompt: Prompt, _: list[str]) -> Answer:
-                draw = random.Random(prompt.turns[0])
-                tokens = draw.choices(range(self.vocabulary), k=self.options.prompt_tokens)
-                return to.ask(tokens, new_tokens, ignore_eos=True)
+        def ask(to: load.SGLang, prompt: Prompt, _: list[str]) -> Answer:
+            draw = random.Random(prompt.turns[0])
+            tokens = draw.choices(range(self.vocabulary), k=self.options.prompt_tokens)
+            return to.ask(tokens, self.options.max_new_tokens, ignore_eos=True)
 
-            return ask
-
-        load.run(to, prompts, concurrency, asking(min(WARM_UP_TOKENS, self.options.max_new_tokens)))
+        one_pass = partial(load.run, to, prompts, concurrency, ask)
+        one_pass()
         passes = []
         for _ in range(self.options.rounds):
             to.flush()
-            passes.append(load.run(to, prompts, concurrency, asking(self.options.max_new_tokens)))
+            passes.append(settled(one_pass, to.flush))
         return passes
 
 
@@ -187,9 +187,9 @@ def told(to: load.SGLang) -> dict[str, Any]:
     }
 
 
-def figures(passes: list[Pass]) -> dict[str, float | None]:
+def figures(passes: list[Pass]) -> dict[str, Any]:
     """Medians over passes, and over answers for `step_ms`: milliseconds between a request's steps,
-    its prefill left out."""
+    its prefill left out. `compiled_while_measured`: kernels, by the server, in these passes."""
     steps = [step_ms(answer) for done in passes for answer in done.every]
     speeds = [done.tokens_per_second for done in passes]
     length = sum((done.speculation for done in passes), VerifySteps()).acceptance_length
@@ -197,6 +197,8 @@ def figures(passes: list[Pass]) -> dict[str, float | None]:
         "tokens_per_second": round(statistics.median(speeds), 2),
         "least_tokens_per_second": round(min(speeds), 2),
         "most_tokens_per_second": round(max(speeds), 2),
+        "tokens_per_second_of_passes": [round(speed, 2) for speed in speeds],
+        "compiled_while_measured": compiled_in(passes),
         "step_ms": round(statistics.median(steps), 3),
         "acceptance_length": None if length is None else round(length, 3),
     }
@@ -256,6 +258,10 @@ def table(result: dict[str, Any]) -> list[str]:
         shown = ", ".join(f"{ratio:.3f} at {level}" for level, ratio in steps.items())
         lines.append(f"step time, ours / SGLang's worker: {shown}")
     for name, server in result["servers"].items():
+        for level, of in server.get("levels", {}).items():
+            if of["compiled_while_measured"]:
+                count = of["compiled_while_measured"]
+                lines.append(f"{name}, {level} at a time: {count} kernels compiled while measured")
         if "failed" in server:
             lines += [f"{name}: {server['failed']}", *(f"  {line}" for line in server["log"][-12:])]
     return lines

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from sglang_dflash.bench import vllm
+from sglang_dflash.bench import compiled, vllm
 from sglang_dflash.bench.load import Endpoint, endpoint
 from sglang_dflash.bench.server import (
     KV_TOKENS,
@@ -85,7 +85,7 @@ def _sglang_arms(settings: BenchSettings, base: ServerConfig, draft: str) -> dic
             base.with_flags(of),
             # The user's own flags come last and win.
             extra_args=settings.server_flags,
-            env={} if name == "ar" else simulated,
+            env={**compiled.ENVIRONMENT, **({} if name == "ar" else simulated)},
         )
         for name, of in flags.items()
     }
@@ -183,7 +183,9 @@ def opened(arms: Arms, settings: BenchSettings) -> Iterator[dict[str, Endpoint]]
     }
     with together(started.values()):
         found = {
-            name: endpoint(arm) if isinstance(arm, str) else arm.endpoint(started[name].url)
+            name: endpoint(arm)
+            if isinstance(arm, str)
+            else arm.endpoint(started[name].url, started[name].log)
             for name, arm in arms.items()
         }
         yield {name: replace(to, sampling=settings.sampling(to.SEED)) for name, to in found.items()}

@@ -9,11 +9,13 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.bench import datasets, load, picture, report
 from sglang_dflash.bench.arms import Arms, arms_of, grouped, opened
+from sglang_dflash.bench.compiled import settled
 from sglang_dflash.bench.datasets import Encode, Prompt
 from sglang_dflash.bench.differences import differences, near_tie
 from sglang_dflash.bench.progress import progress_bar, waiting
@@ -136,7 +138,8 @@ def measure(
                 bar.set_description(f"{at}: {arm}, round {i + 1} of {settings.rounds}")
                 if not endpoints[arm].flush() and arm not in found.kept_prefixes:
                     found.kept_prefixes.append(arm)
-                done = load.run(endpoints[arm], prompts[name], concurrency, ask, bar.update)
+                asked = endpoints[arm], prompts[name], concurrency, ask, bar.update
+                done = settled(partial(load.run, *asked), endpoints[arm].flush)
                 passes.setdefault(arm, []).append(done)
 
     conversations = sum(map(len, prompts.values())) * len(settings.levels)

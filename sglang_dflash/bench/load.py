@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import requests
 
+from sglang_dflash.bench.compiled import compilations
 from sglang_dflash.bench.datasets import Input, Prompt
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 from sglang_dflash.facts.errors import Failed
@@ -53,12 +54,14 @@ class Answer:
 class Pass:
     """All prompts answered once.
 
-    `answers`: by prompt, then by turn; `seconds`: from the first request to the last answer.
+    `answers`: by prompt, then by turn; `seconds`: from the first request to the last answer;
+    `compilations`: of kernels, by the server in that time (None if it is not known).
     """
 
     seconds: float
     answers: list[list[Answer]]
     speculation: VerifySteps
+    compilations: int | None = field(default=None, kw_only=True)
 
     @property
     def every(self) -> list[Answer]:
@@ -109,7 +112,7 @@ def chunks(
 class SGLang:
     """An SGLang server by its own API, which names token ids and verify steps.
 
-    `sampling`: SGLang's sampling parameters.
+    `sampling`: SGLang's sampling parameters. `log`: its output, if it was started here.
     """
 
     SEED: ClassVar = "sampling_seed"
@@ -117,6 +120,7 @@ class SGLang:
     url: str
     sampling: Mapping[str, float] = field(default_factory=lambda: GREEDY)
     timeout_s: float = TIMEOUT_S
+    log: Path | None = None
 
     def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
         """Stream one answer. Raises Failed."""
@@ -197,6 +201,7 @@ class OpenAI:
     model: str
     sampling: Mapping[str, float] = field(default_factory=lambda: GREEDY)
     timeout_s: float = TIMEOUT_S
+    log: ClassVar[Path | None] = None
     thinking: bool = False
 
     def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
@@ -370,10 +375,11 @@ def run(
         on_answer()
         return answers
 
-    before, began = to.counted(), time.perf_counter()
+    compiled, before, began = compilations(to.log), to.counted(), time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         # The first failure cancels what has not begun.
         answers = list(pool.map(converse, prompts))
     seconds = time.perf_counter() - began
     every = [answer for turns in answers for answer in turns]
-    return Pass(seconds, answers, to.speculation(every, to.counted() - before))
+    steps = to.speculation(every, to.counted() - before)
+    return Pass(seconds, answers, steps, compilations=compilations(to.log, compiled))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_dflash.bench.compiled import compiled_in
 from sglang_dflash.bench.differences import NearTie, Runs, differences
 from sglang_dflash.bench.load import SEEDED, Answer, Pass
 from sglang_dflash.bench.settings import WIDTH, BenchSettings
@@ -70,6 +71,7 @@ def row(passes: list[Pass]) -> dict[str, Any]:
 
     `output_tok_s` is the median over rounds, with the least and the most beside it. Times are of
     all answers, in milliseconds: to the first token, and per token after it (a mean per answer).
+    `compiled_while_measured`: see `compiled_in`.
     """
     answers = [answer for one in passes for answer in one.every]
     rates = [one.tokens_per_second for one in passes]
@@ -82,6 +84,7 @@ def row(passes: list[Pass]) -> dict[str, Any]:
         "acceptance_length": None if length is None else round(length, 3),
         "answers": len(answers),
         "tokens": sum(one.tokens for one in passes),
+        "compiled_while_measured": compiled_in(passes),
     }
 
 
@@ -251,7 +254,7 @@ def card(result: dict[str, Any]) -> list[str]:
         f"{result['sampling']}; rounds: {result['rounds']}; {result['order']}",
     ]
     lines += [ratios] if len(result["arms"]) > 1 else []
-    lines += _repeated(result)
+    lines += _repeated(result) + _compiled(result)
     if result["prefix_cache_kept"]:
         arms = ", ".join(result["prefix_cache_kept"])
         lines.append(f"prefix cache: could not be emptied between passes on {arms}")
@@ -266,6 +269,16 @@ def _repeated(result: dict[str, Any]) -> list[str]:
         "different prompts"
         for name, distinct in result["distinct_prompts"].items()
         if distinct < result["prompts"][name]
+    ]
+
+
+def _compiled(result: dict[str, Any]) -> list[str]:
+    """A line for each arm and level whose rounds were stalled by compilations."""
+    return [
+        f"compiled while measured: {row['arm']}, {row['dataset']}, {row['concurrency']} at a time: "
+        f"{row['compiled_while_measured']} kernels; its tok/s are too low"
+        for row in result["rows"]
+        if row["compiled_while_measured"]
     ]
 
 

@@ -62,7 +62,7 @@ class Program(Protocol):
             how: the process's state, as it reports it.
         """
 
-    def endpoint(self, url: str) -> Endpoint:
+    def endpoint(self, url: str, log: Path) -> Endpoint:
         """Return the endpoint that requests go to."""
 
 
@@ -102,10 +102,10 @@ class ServerConfig:
         tail = log.read_text(errors="replace").splitlines()[-25:]
         return "\n".join([f"the server {how}:", *tail])
 
-    def endpoint(self, url: str) -> Endpoint:
+    def endpoint(self, url: str, log: Path) -> Endpoint:
         from sglang_dflash.bench.load import SGLang
 
-        return SGLang(url)
+        return SGLang(url, log=log)
 
     def with_flags(self, flags: Mapping[str, FlagValue]) -> Self:
         """The same server with these flags set; a flag that was set keeps its place."""

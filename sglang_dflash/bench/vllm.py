@@ -148,7 +148,7 @@ class VLLMConfig:
         reason = _cause(log.read_text(errors="replace")) or f"it {how}"
         return f"vLLM {self.version} does not serve {pair}: {reason} (its log: {log})"
 
-    def endpoint(self, url: str) -> VLLM:
+    def endpoint(self, url: str, log: Path) -> VLLM:
         return VLLM(url, self.target)
 
 

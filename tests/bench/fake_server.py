@@ -6,10 +6,12 @@ SGLang's streams are chunked, as real servers' are; the others are not, as behin
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 
 from sglang_dflash.bench.server import ServerConfig
@@ -18,6 +20,12 @@ COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
 # Another one than the client's.
 MACHINE = {"processor": "an abacus", "cores": 3, "accelerator": None, "torch": "7.6.5"}
+
+# As SGLang logs it.
+COMPILED = (
+    "[2026-11-27 21:55:37] Triton kernel '_fwd_kernel' took 1.50 s to compile after serving "
+    "started. Serving-time compilation can stall the engine; pre-compile it during engine init.\n"
+)
 
 # The pieces of the answer to a prompt.
 Answer = Callable[[Any], list[str]]
@@ -64,7 +72,7 @@ class FakeServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.deterministic = deterministic
         self.dtype, self.accelerator = dtype, None
-        self.name, self.answer, self.log = name, answer, log
+        self.name, self.answer, self.requests = name, answer, log
         self.sglang, self.incremental, self.undrafted = sglang, incremental, undrafted
         self.delay_s, self.piece_s, self.speculates, self.answered = delay_s, piece_s, speculates, 0
 
@@ -81,10 +89,12 @@ class Started(FakeServer):
     """Stand-in for `sglang_dflash.bench.server.Server`.
 
     It answers with ten words, a server with a draft with others, three per verify step. `beside`:
-    servers that ran when it started.
+    servers that ran when it started. It logs the compilation of a kernel with each of the answers
+    `compiling`, counted from 0.
     """
 
     made: ClassVar[list[Started]] = []
+    compiling: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, config: ServerConfig, timeout_s: float) -> None:
         del timeout_s
@@ -92,14 +102,21 @@ class Started(FakeServer):
         drafts = "--speculative-algorithm" in config.flags
         super().__init__(
             "",
-            lambda _: ["drafted " if drafts else "plain "] * 10,
+            lambda _: self.words(["drafted " if drafts else "plain "] * 10),
             self.asked,
             sglang=True,
             speculates=drafts,
             dtype=None,
         )
         self.is_up = False
+        self.log = Path(tempfile.mkstemp(suffix=".log")[1])
         self.made.append(self)
+
+    def words(self, answer: list[str]) -> list[str]:
+        if self.answered in self.compiling:
+            with self.log.open("a") as log:
+                log.write(COMPILED)
+        return answer
 
     def start(self) -> None:
         self.beside = sum(one.is_up for one in self.made)
@@ -160,7 +177,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.gap is None:
             self._send(400, "no log-probabilities")
             return
-        self.server.log.append((self.server.name, body.get("text", body.get("input_ids")), body))
+        self.server.requests.append(
+            (self.server.name, body.get("text", body.get("input_ids")), body)
+        )
         meta: dict[str, Any] = {}
         if body.get("logprob_start_len") == 0:
             meta["input_token_logprobs"] = [[None, ord(c), None] for c in body["text"]]
@@ -173,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
         prompt = body.get("prompt", body.get("text", body.get("input_ids")))
         prompt = body["messages"][-1]["content"] if chat else prompt
         pieces = self.server.answer(prompt)
-        self.server.log.append((self.server.name, prompt, body))
+        self.server.requests.append((self.server.name, prompt, body))
         self.server.answered += 1
         self.protocol_version = "HTTP/1.1" if self.server.sglang else "HTTP/1.0"
         self.close_connection = True

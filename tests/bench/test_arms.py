@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash import cli
-from sglang_dflash.bench import arms
+from sglang_dflash.bench import arms, compiled
 from sglang_dflash.bench.arms import arms_of, grouped
 from sglang_dflash.bench.server import ServerConfig, demo_config
 from sglang_dflash.bench.settings import BenchSettings
@@ -83,13 +83,28 @@ def test_sglangs_flag_names_are_taken() -> None:
 def test_simulation_reaches_arms_that_draft_and_weights_of_given_pairs() -> None:
     def served(**asked: Any) -> dict[str, tuple[bool, bool]]:
         of = started(True, arms=ALL_ARMS, **asked)
-        return {name: (bool(one.env), "dummy" in one.args()) for name, one in of.items()}
+        return {
+            name: (arms.SIMULATED_LENGTH in one.env, "dummy" in one.args())
+            for name, one in of.items()
+        }
 
     pair = {"target": "T", "draft": "D"}
     for asked, dummy in ((pair, True), ({"pair": "hybrid"}, False)):
         found = served(simulated_acceptance=3.5, **asked)
         assert found == {"ar": (False, dummy), **dict.fromkeys(ALL_ARMS[1:], (True, dummy))}
     assert served(**pair) == dict.fromkeys(ALL_ARMS, (False, False))
+
+
+def test_servers_log_short_compilations_too() -> None:
+    """SGLang's name of the setting, and its line."""
+    pytest.importorskip("sglang.srt")
+    from sglang.srt.environ import envs
+    from sglang.srt.utils import triton_load_watch
+
+    (name, seconds), *_ = compiled.ENVIRONMENT.items()
+    assert not _ and float(seconds) < 0.1 < getattr(envs, name).get()
+    assert compiled.LOGGED in Path(triton_load_watch.__file__).read_bytes()
+    assert all(compiled.ENVIRONMENT.items() <= of.env.items() for of in started().values())
 
 
 def test_a_simulation_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

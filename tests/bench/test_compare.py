@@ -187,6 +187,8 @@ def test_labels_of_a_running_server_are_its_own_or_the_clients(
 def started_here(
     monkeypatch: pytest.MonkeyPatch, out: Path, capsys: Captured, *asked: str
 ) -> tuple[int, str, str]:
+    # A GPU's servers do not compute in float32.
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("sglang_dflash.bench.arms.ServerProcess", Started)
     monkeypatch.setattr(Started, "made", [])
     return bench(capsys, out, "--concurrency", "1", "--rounds", "1", "--dtype", "float32", *asked)
@@ -224,6 +226,33 @@ def test_a_simulated_acceptance_is_told_first_everywhere(
     # Per arm a warm-up and a round.
     assert "one server after another" in out
     assert [(server.beside, len(server.asked)) for server in Started.made] == [(0, 8)] * 3
+
+
+def test_a_round_in_which_a_kernel_is_compiled_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    asked = ["--simulated-acceptance", "8", "--dataset", "stdlib", "--num-prompts", "3"]
+    assert started_here(monkeypatch, tmp_path, capsys, *asked)[0] == 0
+    # One to warm up, and a round of three.
+    assert [len(server.asked) for server in Started.made] == [4, 4]
+    for compiling, answers, compiled in (((0,), 4, 0), ((3, 6), 10, 0), ((1, 4, 7, 11, 12), 13, 2)):
+        monkeypatch.setattr(Started, "compiling", compiling)
+        assert started_here(monkeypatch, tmp_path, capsys, *asked)[0] == 0
+        assert [len(server.asked) for server in Started.made] == [answers] * 2
+        rows = read(tmp_path)["rows"]
+        assert [row["compiled_while_measured"] for row in rows] == [compiled] * 2
+        line = (
+            "- compiled while measured: ar, stdlib, 1 at a time: 2 kernels; its tok/s are too low"
+        )
+        assert (line in (tmp_path / "table.md").read_text()) == (compiled > 0)
+
+
+def test_the_compilations_of_a_running_server_are_not_known(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    with FakeServer("a", echo, [], sglang=True) as a, FakeServer("b", echo, []) as b:
+        assert bench(capsys, tmp_path, *urls(a, b), "--concurrency", "1")[0] == 0
+        assert {row["compiled_while_measured"] for row in read(tmp_path)["rows"]} == {None}
 
 
 def test_a_start_is_shown_with_the_time_it_took_last(

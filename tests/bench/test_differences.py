@@ -43,7 +43,7 @@ def test_the_gate_tells_whether_rounding_explains_it(
     # Both are asked after the same tokens: the prompt, and what both have answered.
     ids = [*map(ord, PROMPTS[1]), *(sum(map(ord, piece)) for piece in echo(PROMPTS[1])[:2])]
     for server in (a, b):
-        asked = [what for _, what, body in server.log if body.get("return_logprob")]
+        asked = [what for _, what, body in server.requests if body.get("return_logprob")]
         assert asked == [PROMPTS[1], ids]
 
 
@@ -61,7 +61,7 @@ def test_where_answers_may_differ_the_report_tells_it(tmp_path: Path, capsys: Ca
     assert "did for: false 2 of 6; of false the first: there the log-prob" in near["outputs"]
     assert not far["near_ties"]["false"]["near_tie"] and "no near-tie" in far["outputs"]
     # Once, whatever differs after it.
-    assert sum("return_logprob" in body for _, _, body in a.log) == 4
+    assert sum("return_logprob" in body for _, _, body in a.requests) == 4
 
 
 @pytest.mark.parametrize("how", ["no log-probabilities", "sampled", "another API"])

@@ -33,6 +33,7 @@ class FakeServer(Started):
         self.kv_tokens, self.running_requests = 2 * SESSION_TOKENS + 5, RUNNING
         self.has_tokenizer = "--skip-tokenizer-init" not in config.args()
         self.fails = "builtin" in config.flags.values()
+        self.log = log
         log.write_text(f"first line\nDecode batch\n1%\r99%\r\n{'x' * 999}\n")
 
     def __enter__(self) -> FakeServer:
@@ -86,7 +87,7 @@ def test_a_server_that_fails_is_reported_and_the_others_go_on(
 def test_all_servers_get_the_same_and_random_prompts(servers: list[Any]) -> None:
     argv = ["gpu_servers", "--arms", "ar,dflash", "--concurrency", "2", "--prompt-tokens", "7"]
     assert runner.main(argv) == 0
-    asked = [[prompt for _, prompt, _ in server.log] for server in servers]
+    asked = [[prompt for _, prompt, _ in server.asked] for server in servers]
     # A pass to warm up and two that count, in any order.
     assert [len(prompts) for prompts in asked] == [4 * 3] * 2
     first, second = ({tuple(prompt) for prompt in prompts} for prompts in asked)
@@ -98,6 +99,31 @@ def test_all_servers_get_the_same_and_random_prompts(servers: list[Any]) -> None
         assert flags[flags.index("--context-length") + 1] == "40960"
         (env,) = {server.config.env.get("SGLANG_SIMULATE_ACC_LEN")}
         assert env == ("4" if "--speculative-algorithm" in flags else None)
+
+
+def test_a_pass_in_which_a_kernel_is_compiled_is_measured_again(
+    servers: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pass has four answers: the one to warm up, then each of two up to four times."""
+    argv = ["gpu_servers", "--arms", "dflash", "--concurrency", "1", "--prompt-tokens", "7"]
+    for compiling, passes, compiled in (
+        ((0, 3), 3, 0),
+        ((5,), 4, 0),
+        ((4, 5, 9, 14), 6, 0),
+        ((4, 8, 12, 17, 19, 20), 7, 2),
+    ):
+        servers.clear()
+        monkeypatch.setattr(FakeServer, "compiling", compiling)
+        assert runner.main(argv) == 0
+        *table, last = capsys.readouterr().out.splitlines()
+        (server,) = servers
+        assert len(server.asked) == 4 * passes, compiling
+        figures = json.loads(last)["servers"]["dflash"]["levels"]["1"]
+        assert figures["compiled_while_measured"] == compiled
+        assert len(figures["tokens_per_second_of_passes"]) == 2
+        told = "dflash, 1 at a time: 2 kernels compiled while measured"
+        assert (told in table) == (compiled == 2)
+        assert {body["sampling_params"]["max_new_tokens"] for _, _, body in server.asked} == {128}
 
 
 def test_what_does_not_start_a_server_is_refused(
