@@ -165,6 +165,19 @@ def test_every_slot_has_draft_kv_if_sliding_layers_have_a_pool(entries: int) -> 
     assert drafter.propose(torch.tensor([3]), requests).shape == (1, worker.dflash.verify_block)
 
 
+def test_the_models_dtype_is_judged_before_the_draft_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(dtype: torch.dtype, device: torch.device) -> None:
+        raise ConfigError("--dtype", (dtype, device.type))
+
+    monkeypatch.setattr(decide, "check_model_dtype", refuses)
+    monkeypatch.setattr(decide, "draft_ops", lambda _: pytest.fail("loads the draft"))
+    with pytest.raises(ConfigError) as refused:
+        started()
+    assert refused.value.value == (torch.float32, "cpu")
+
+
 def test_a_backend_that_cannot_read_the_draft_kv_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

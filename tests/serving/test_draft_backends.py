@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,11 @@ from sglang_dflash.serving.gpu.backends import (
     ATTENTION,
     asked_attention,
     check_kv_dtype,
+    check_model_dtype,
     draft_ops,
 )
 from tests.conftest import raw_config
+from tests.serving.fake_cuda import FakeCuda
 from tests.serving.published import (
     BACKEND_FLAGS,
     LINE,
@@ -124,3 +128,21 @@ def test_what_was_given_is_read_and_not_what_sglang_makes_of_it(
     assert asked_attention(server_args) == asked
     resolved = resolving_view(server_args).speculative_draft_attention_backend
     assert resolved == "torch_native"
+
+
+def test_models_whose_dtype_sglangs_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real GPU's refuse float32, in these words; the faked one's do not."""
+
+    def refuses(x: torch.Tensor, weight: torch.Tensor) -> None:
+        assert x.is_cuda and weight.is_cuda and x.dtype == weight.dtype
+        raise RuntimeError("rmsnorm(...)::<lambda()> failed to dispatch data type Float")
+
+    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(rmsnorm=refuses))
+    with FakeCuda():
+        check_model_dtype(torch.bfloat16, CUDA)
+        check_model_dtype(torch.float32, CPU)
+        with pytest.raises(ConfigError, match="take 16 bits only; give bfloat16") as refused:
+            check_model_dtype(torch.float32, CUDA)
+        assert (refused.value.field, refused.value.value) == ("--dtype", "float32")
+        monkeypatch.setattr(sys.modules["sgl_kernel"], "rmsnorm", lambda *_: None)
+        check_model_dtype(torch.float32, CUDA)

@@ -71,6 +71,21 @@ def kv_dtype(
     return dtype
 
 
+def check_model_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if SGLang's RMSNorm cannot compute in that dtype there: it would end the
+    server while graphs are captured, with advice about memory."""
+    if device.type != "cuda" or dtype.itemsize == 2:
+        return
+    from sgl_kernel import rmsnorm
+
+    x = torch.ones(1, 64, dtype=dtype, device=device)
+    try:
+        rmsnorm(x, x[0])
+    except RuntimeError as error:
+        required = "SGLang's kernels on a GPU take 16 bits only; give bfloat16"
+        raise ConfigError("--dtype", str(dtype).removeprefix("torch."), required) from error
+
+
 def check_kv_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Raise ConfigError if the kernels cannot read and write draft K/V of that dtype there."""
     if device.type != "cuda" or dtype != torch.float8_e4m3fn:

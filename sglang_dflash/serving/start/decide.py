@@ -19,7 +19,13 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.packed import Float16, packed_of
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts.log import Log
-from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft_ops, kv_dtype
+from sglang_dflash.serving.gpu.backends import (
+    ATTENTION,
+    asked_attention,
+    check_model_dtype,
+    draft_ops,
+    kv_dtype,
+)
 from sglang_dflash.serving.gpu.graphs import cuda_recorder
 from sglang_dflash.serving.hybrid.rollback import make_rollback
 from sglang_dflash.serving.start import flags
@@ -41,6 +47,7 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
     given, settings = flags.ServerFlags.of(server_args), resolving_view(server_args)
     runner = target_worker.model_runner
     device, tp = torch.device(runner.device), tensor_parallel()
+    check_model_dtype(runner.dtype, device)
     began = time.perf_counter()
     model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
     if device.type == "cpu":
