@@ -25,6 +25,7 @@ def test_it_behaves_as_a_gpu(servers: ServerSession, tmp_path: Path) -> None:
     assert not {name: how for name, how in outcomes.items() if how is not None}
 
 
+@pytest.mark.long
 def test_tests_of_kernels_choose_operations_by_its_device() -> None:
     """Only tests in float32: it rounds bfloat16 otherwise than a real GPU."""
     tests = (f"tests/kernels/test_{name}.py" for name in ("smallest_server", "gated_delta_fold"))
