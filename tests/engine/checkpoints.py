@@ -19,7 +19,7 @@ from sglang_dflash.facts.embedded import demo_pair
 from tests.conftest import random_model, raw_config, rewrite
 from tests.engine.hybrid import BLOCK_SIZE, SHAPE, save_random_hybrid
 from tests.engine.seeing import save_seeing_hybrid
-from tests.engine.target_kinds import KINDS, save_target
+from tests.engine.target_kinds import KINDS, save_kimi, save_target
 from tests.engine.tokens import name_tokens
 from tests.speculators import rewrite_in_that_layout
 
@@ -258,6 +258,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
         for name in ("W4A16-zero-points", "FP8", "ModelOpt-NVFP4", "AWQ")
     },
     **{f"target-{kind}": functools.partial(save_target, name=kind) for kind in KINDS},
+    "kimi": save_kimi,
     "adapter": adapter,
     "thinking": thinking,
 }

@@ -308,7 +308,9 @@ def two_replicas(seen: Seen) -> None:
     assert all(one["verify_steps"] > 0 and one["acceptance_length"] > 1.5 for one in reports)
 
 
-def rolls_back_by(how: str) -> Check:
+def rolls_back_by(how: str | None) -> Check:
+    """A rollback by its name; None if the target has no recurrent layers."""
+
     def check(seen: Seen) -> None:
         assert seen.report["recurrent_rollback"] == how
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine.hybrid import SHAPE, copy_tokenizer
 
@@ -63,14 +64,12 @@ class Kind(NamedTuple):
         model: of its model.
         fields: of the configuration, beside `SHAPE`.
         published: fields that config.json gets besides.
-        is_recurrent: whether it keeps states for the prefix cache.
     """
 
     config: str
     model: str
     fields: Mapping[str, Any]
     published: Mapping[str, Any] = MappingProxyType({})
-    is_recurrent: bool = False
 
 
 def _shape(**fields: Any) -> dict[str, Any]:
@@ -112,7 +111,6 @@ KINDS: dict[str, Kind] = {
             layer_types=["conv", "conv", "full_attention", "conv"],
             tie_word_embeddings=True,
         ),
-        is_recurrent=True,
     ),
     "llama3": Kind(
         "LlamaConfig",
@@ -146,6 +144,38 @@ def save_target(folder: Path, name: str) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **kind.published}))
     copy_tokenizer(folder)
+
+
+# Sizes of a vision tower, by the published names: those of the projector are the last two.
+KIMI_VISION = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "init_pos_emb_height": 8,
+    "init_pos_emb_width": 8,
+    "vt_hidden_size": 64,
+    "text_hidden_size": SHAPE["hidden_size"],
+}
+
+
+def save_kimi(folder: Path) -> None:
+    """Write the kind `deepseek-v3` as the language model of Kimi-K2.5's class, without weights of
+    its vision tower: SGLang takes texts only, and needs no image processor."""
+    save_target(folder, "deepseek-v3")
+    (weights,), config = folder.glob("*.safetensors"), folder / "config.json"
+    inner = {f"language_model.{name}": tensor for name, tensor in load_file(weights).items()}
+    save_file(inner, weights, metadata={"format": "pt"})
+    outer = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "dtype": "float32",
+        "text_config": json.loads(config.read_text()),
+        "vision_config": KIMI_VISION,
+        "media_placeholder_token_id": SHAPE["pad_token_id"],
+        "language_model_only": True,
+    }
+    config.write_text(json.dumps(outer))
 
 
 def randomize(model: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ import requests
 from sglang_dflash.bench.server import Server
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps, of_answer
 from sglang_dflash.facts.embedded import demo_pair
-from tests.engine.client import GREEDY, ask, together
+from tests.engine.client import GREEDY, ask, flush, together
 from tests.engine.seeing import PLACE, picture
 
 Answers = list[dict[str, Any]]
@@ -224,25 +224,35 @@ def _answer(server: Server, prompt: list[int]) -> dict[str, Any]:
     return {**answer, "prompt": prompt}
 
 
+def _hybrid_chat(server: Server, index: int) -> Answers:
+    """Every turn repeats the one before: its states were kept while it was decoded."""
+    rng, text, done = random.Random(50 + index), [], []
+    for _ in range(HYBRID_TURNS):
+        text = text + [rng.randrange(1000) for _ in range(30 + 7 * index)]
+        done.append(_answer(server, text))
+        text = text + done[-1]["output_ids"]
+    return done
+
+
 def hybrid_answers(server: Server) -> ByKind:
     """Return a recurrent target's answers: to 40 prompts, eight at a time, the shared prefixes one
     after another; and to four chats of three turns."""
-    one = functools.partial(_answer, server)
-
-    def chat(index: int) -> Answers:
-        """Every turn repeats the one before: its states were kept while it was decoded."""
-        rng, text, done = random.Random(50 + index), [], []
-        for _ in range(HYBRID_TURNS):
-            text = text + [rng.randrange(1000) for _ in range(30 + 7 * index)]
-            done.append(one(text))
-            text = text + done[-1]["output_ids"]
-        return done
-
+    one, chat = functools.partial(_answer, server), functools.partial(_hybrid_chat, server)
     every = _hybrid_prompts()
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(one, every[:-8])) + [one(prompt) for prompt in every[-8:]]
         chats = [turn for turns in pool.map(chat, range(4)) for turn in turns]
         return {"prompts": answers, "chats": chats}
+
+
+def hybrid_answers_in_chunks(server: Server) -> ByKind:
+    """`hybrid_answers`, then its shared prefixes and chats one after another, with nothing cached
+    before: where prompts share a chunk, their arrival decides which states are kept."""
+    answers = hybrid_answers(server)
+    flush(server)
+    prefixes = [_answer(server, prompt) for prompt in _hybrid_prompts()[-8:]]
+    prefixes += [turn for index in range(4) for turn in _hybrid_chat(server, index)]
+    return {**answers, "prefixes": prefixes}
 
 
 SAMPLING: list[dict[str, Any]] = [
