@@ -39,8 +39,8 @@ if not torch.cuda.is_available():
 
 
 KERNELS, ENGINE = (Path(__file__).parent / name for name in ("kernels", "engine"))
-# Tiers that take many minutes.
-ON_REQUEST = ("long", "compile")
+# Tiers that take many minutes, or need a GPU for whole servers.
+ON_REQUEST = ("long", "compile", "gpu")
 # So many times as many inputs are drawn by the tests that draw them (docs/reliability.md).
 FUZZ = int(os.environ.get("SGLANG_DFLASH_FUZZ", "1"))
 # The variable that names a folder shared by the processes of one test session.
@@ -69,8 +69,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of kernels are `kernels`, on a machine with CUDA also `gpu`. What is in no other tier
-    either is `fast`; for `engine` see tests/engine/conftest.py. A tier of `ON_REQUEST` is left out
-    unless -m names it."""
+    either is `fast`; for `engine` see tests/engine/conftest.py. Tests that name a tier of
+    `ON_REQUEST` themselves, which those of kernels do not, are left out unless -m names it."""
+    asked = config.getoption("markexpr")
+    unnamed = {tier for tier in ON_REQUEST if tier not in asked}
+    left_out = [item for item in items if unnamed & {mark.name for mark in item.iter_markers()}]
     for item in items:
         if not any(item.get_closest_marker(tier) for tier in ("engine", "compile")):
             is_kernel = KERNELS in item.path.parents
@@ -82,9 +85,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if divided and not item.get_closest_marker("xdist_group"):
                 # One request to a process for each file instead of each test.
                 item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-    asked = config.getoption("markexpr")
-    unnamed = {tier for tier in ON_REQUEST if tier not in asked}
-    left_out = [item for item in items if unnamed & {mark.name for mark in item.iter_markers()}]
     kept = set(items) - set(left_out)
     items[:] = [item for item in items if item in kept]
     config.hook.pytest_deselected(items=left_out)

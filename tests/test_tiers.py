@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import ENGINE, KERNELS
+from tests.conftest import ENGINE, KERNELS, ON_REQUEST
 
 
 @pytest.mark.xdist_group("these")
@@ -19,3 +19,11 @@ def test_groups_are_in_force(request: pytest.FixtureRequest) -> None:
 def test_folders_that_the_fast_tier_skips_hold_no_fast_test(request: pytest.FixtureRequest) -> None:
     skipped = (item for item in request.session.items if {ENGINE, KERNELS} & {*item.path.parents})
     assert not [item.nodeid for item in skipped if item.get_closest_marker("fast")]
+
+
+def test_tiers_on_request_are_left_out_unless_named(request: pytest.FixtureRequest) -> None:
+    """Kernels may be in `gpu` beside their own tier."""
+    asked = request.config.getoption("markexpr")
+    unnamed = {tier for tier in ON_REQUEST if tier not in asked}
+    items = (item for item in request.session.items if KERNELS not in item.path.parents)
+    assert not [item.nodeid for item in items if unnamed & {m.name for m in item.iter_markers()}]

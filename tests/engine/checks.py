@@ -290,6 +290,18 @@ def replayed(seen: Seen) -> None:
     assert (report["draft_eager_proposals"] > 0) == (seen.config == GRAPHS)
 
 
+def proposals_from_graphs(seen: Seen) -> None:
+    """Proposals come from graphs up to the batch size that the server records; larger batches, if
+    it runs any, have none."""
+    report, flags = seen.report, seen.config.flags
+    largest = int(flags["--cuda-graph-max-bs-decode"])
+    sizes = report["draft_graph_batch_sizes"]
+    assert (sizes[0], sizes[-1]) == (1, largest)
+    assert report["draft_graph_proposals"] > 10
+    runs_larger = int(flags["--max-running-requests"]) > largest
+    assert (report["draft_eager_proposals"] > 0) == runs_larger
+
+
 def whole_context(seen: Seen) -> None:
     """Every request has reached the end of the context."""
     infos = [answer["meta_info"] for answer in seen.ours]

@@ -27,7 +27,8 @@ Ask = Callable[[Server], Any]
 
 @dataclass(frozen=True)
 class ServerConfig(server.ServerConfig):
-    """A server of the tests, by name. `nursery` is what the process that forks it runs."""
+    """A server of the tests, by name. `nursery` is what the process that forks it runs; one without
+    starts from the command line."""
 
     name: str = ""
     nursery: tuple[str, ...] = (NURSERY,)

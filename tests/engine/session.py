@@ -20,6 +20,9 @@ from tests.engine import checkpoints, client
 from tests.engine.nursery import ForkedServer, Nursery
 from tests.engine.servers import FILES, Ask, ServerConfig, recording_name
 
+# Seconds for the start of a server from the command line: the first one compiles kernels.
+COMPILING_S = 900
+
 
 class ServerSession:
     """Servers of a test session, of which at most one is alive per process: two cores hold two.
@@ -45,9 +48,11 @@ class ServerSession:
         self._live = config, server
         return server
 
-    def own(self, config: ServerConfig) -> ForkedServer:
+    def own(self, config: ServerConfig) -> Server:
         """A server for one test to start; the running one is stopped."""
         self.stop()
+        if not config.nursery:
+            return Server(self.filled(config), COMPILING_S)
         return ForkedServer(self.nursery_of(config), self.filled(config))
 
     @property

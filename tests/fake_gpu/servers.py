@@ -36,6 +36,14 @@ def on_gpu(config: ServerConfig, *without: str, gib: float = 4, gpus: int = 1) -
     return replace(config, env={**kept, **env}, nursery=(NURSERY, *without))
 
 
+def on_this_gpu(config: ServerConfig) -> ServerConfig:
+    """The same server on the GPU of this machine, started from the command line: CUDA does not
+    survive a fork."""
+    faked = {*ENVIRONMENT, MEMORY_GIB, COUNT, TWINS}
+    env = {name: value for name, value in config.env.items() if name not in faked}
+    return replace(config.named(f"real-{config}"), env=env, nursery=())
+
+
 DENSE, HYBRID = demo_pair("dense"), demo_pair("hybrid")
 # Small pools, and graphs of one and two requests: larger batches run without.
 SMALL: dict[str, Any] = {
