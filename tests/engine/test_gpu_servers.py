@@ -74,11 +74,12 @@ def hybrid_demo_texts(server: Server) -> dict[str, asks.Answers]:
 
 DENSE = (asks.greedy, asks.every_sort, asks.aborted, demo_texts)
 HYBRID = (asks.hybrid, asks.every_sort, asks.aborted, hybrid_demo_texts)
+GRAPHS = (checks.drafted, checks.proposals_from_graphs)
 TABLE = (
-    Row(DFLASH, PLAIN, DENSE, (checks.drafted, checks.proposals_from_graphs)),
+    Row(DFLASH, PLAIN, DENSE, GRAPHS),
     Row(LOOKED_UP, PLAIN, DENSE, (checks.drafted,)),
     *(
-        Row(config, HYBRID_PLAIN, HYBRID, (checks.drafted, checks.rolls_back_by(how)))
+        Row(config, HYBRID_PLAIN, HYBRID, (*GRAPHS, checks.rolls_back_by(how)))
         for how, config in (("replay", HYBRID_REPLAY), ("snapshot", HYBRID_SNAPSHOT))
     ),
 )
