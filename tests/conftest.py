@@ -51,6 +51,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Until the tests are collected: imports leave little garbage, and searching takes seconds.
     gc.disable()
     config.add_cleanup(gc.enable)
+    # A GPU may be lent without these plugins.
+    for plugin, marker in (("xdist", "xdist_group(name)"), ("timeout", "timeout(seconds)")):
+        if not config.pluginmanager.hasplugin(plugin):
+            config.addinivalue_line("markers", f"{marker}: {plugin} is not installed")
     if SHARED_FOLDER not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="sglang-dflash-tests-")
         # The processes of `pytest -n 2` inherit it.
@@ -80,9 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.kernels if is_kernel else pytest.mark.fast)
             if is_kernel and torch.cuda.is_available():
                 item.add_marker(pytest.mark.gpu)
-            # A GPU may be lent without pytest-xdist.
-            divided = config.pluginmanager.hasplugin("xdist")
-            if divided and not item.get_closest_marker("xdist_group"):
+            if not item.get_closest_marker("xdist_group"):
                 # One request to a process for each file instead of each test.
                 item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     kept = set(items) - set(left_out)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.conftest import ENGINE, KERNELS, ON_REQUEST
@@ -27,3 +30,12 @@ def test_tiers_on_request_are_left_out_unless_named(request: pytest.FixtureReque
     unnamed = {tier for tier in ON_REQUEST if tier not in asked}
     items = (item for item in request.session.items if KERNELS not in item.path.parents)
     assert not [item.nodeid for item in items if unnamed & {m.name for m in item.iter_markers()}]
+
+
+def test_servers_on_a_gpu_are_collected_without_plugins_of_pytest() -> None:
+    """A GPU may be lent without them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu"]
+    without = ("-p", "no:xdist", "-p", "no:timeout", "-p", "no:cacheprovider")
+    file = ENGINE / "test_gpu_servers.py"
+    done = subprocess.run([*command, *without, file], capture_output=True, text=True)
+    assert done.returncode == 0 and f"{file.name}::" in done.stdout, done.stdout
