@@ -33,7 +33,7 @@ from experiments.launches import Launch, Scene, bytes_of, counted
 from experiments.runner import NoOptions as Options
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter, finite
+from sglang_dflash.drafting.drafter import Drafter, sanitize
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
@@ -159,7 +159,7 @@ def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene)
         keep = torch.arange(block) < accepted.lengths[:, None]
         found = [group.cache.place(flat, keep.flatten()) for group in groups]
     with counted(scene) as absorb:
-        kv = model.project_context(finite(model.context_features(hidden))[0])
+        kv = model.project_context(sanitize(model.context_features(hidden))[0])
         for group, at in zip(groups, found, strict=True):
             group.store(model, kv, flat, at)
     return {

@@ -180,7 +180,7 @@ def write_kv(
     slots: torch.Tensor,
     kv: torch.Tensor,
     keep: torch.Tensor | None = None,
-    quota: int | None = None,
+    fair_share: int | None = None,
 ) -> None:
     """Enter tokens, see `DraftKVCache.place`, and store their K/V `[N, L, 2, G, D]`."""
-    store_(cache.kv, cache.place(slots, keep, quota), kv)
+    store_(cache.kv, cache.place(slots, keep, fair_share), kv)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import requests
 
 from sglang_dflash.drafting.acceptance_length import CAUSES, JUDGED_STEPS, LOW, LOW_CONTEXT_SHARE
-from sglang_dflash.drafting.options import Notice
+from sglang_dflash.drafting.options import Finding
 from sglang_dflash.facts.errors import Failed
 from sglang_dflash.facts.server import ENOUGH_STEPS, ServerInfo
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
         findings = examine(server)
     except Failed as error:
         advice = "check the URL, and the server's log and process (docs/operating.md)"
-        findings = [Notice("not-reachable", str(error), advice)]
+        findings = [Finding("not-reachable", str(error), advice)]
     if args.json:
         facts, found = server.facts() if server else {}, [f._asdict() for f in findings]
         print(json.dumps({"url": args.url, **facts, "findings": found}))
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
         raise Failed(f"doctor: {len(findings)} finding{'s'[: len(findings) > 1]}")
 
 
-def as_text(server: ServerInfo | None, findings: list[Notice]) -> str:
+def as_text(server: ServerInfo | None, findings: list[Finding]) -> str:
     """The server and its step in lines; one per finding, and what to do below it."""
     lines = [] if server is None else server.lines()
     if server is not None:
@@ -103,7 +103,7 @@ def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def examine(server: ServerInfo) -> list[Notice]:
+def examine(server: ServerInfo) -> list[Finding]:
     """All findings, the gravest first."""
     found = [*_worker(server), *_outputs(server), *_contained(server), *_settings(server)]
     return [*found, *_acceptance(server), *_requests(server)]
@@ -114,42 +114,42 @@ def _is_adaptive(server: ServerInfo) -> bool:
     return "adaptive" in server.values("width")
 
 
-def _settings(server: ServerInfo) -> Iterator[Notice]:
+def _settings(server: ServerInfo) -> Iterator[Finding]:
     """Yield the warnings that the server gave when it started."""
     for found in server.reports[0].get("warnings", ()) if server.reports else ():
-        yield Notice(**found)
+        yield Finding(**found)
 
 
-def _worker(server: ServerInfo) -> Iterator[Notice]:
-    """Yield notices about the worker that serves."""
+def _worker(server: ServerInfo) -> Iterator[Finding]:
+    """Yield findings about the worker that serves."""
     algorithm, shown = server.algorithm, server.builtin_reasons
     if algorithm != "DFLASH":
         serves = f"--speculative-algorithm {algorithm}" if algorithm else server.worker
-        yield Notice(
+        yield Finding(
             "no-dflash",
             f"the server runs {serves}, no DFlash draft",
             "start it with --speculative-algorithm DFLASH --speculative-draft-model-path DRAFT",
         )
     elif not server.reports and shown:
-        yield Notice(
+        yield Finding(
             "builtin-worker",
             f"SGLang's built-in DFLASH worker serves, because of {', '.join(shown)}",
             "leave that out to get sglang-dflash's worker (docs/limits.md), or keep it: "
             "everything but what this package adds works",
         )
     elif not server.reports:
-        yield Notice(
+        yield Finding(
             "builtin-worker",
             "SGLang's built-in DFLASH worker serves, and the plugin of sglang-dflash is not loaded",
             "run `sglang-dflash env` in the server's environment: it tells why",
         )
 
 
-def _outputs(server: ServerInfo) -> Iterator[Notice]:
-    """Yield notices about invalid outputs and drafts."""
+def _outputs(server: ServerInfo) -> Iterator[Finding]:
+    """Yield findings about invalid outputs and drafts."""
     simulated = server.least("simulated_acceptance")
     if simulated is not None:
-        yield Notice(
+        yield Finding(
             "simulated-acceptance",
             f"SGLANG_SIMULATE_ACC_LEN commits {simulated:g} tokens per step, right or wrong: "
             "outputs have no meaning",
@@ -157,7 +157,7 @@ def _outputs(server: ServerInfo) -> Iterator[Notice]:
         )
     nonfinite = sum(server.values("nonfinite_outputs"))
     if nonfinite:
-        yield Notice(
+        yield Finding(
             "nonfinite-outputs",
             f"{nonfinite} outputs of the draft were NaN or Inf; they were never accepted",
             "serve in bfloat16 or float32 if this is float16; otherwise the draft checkpoint is "
@@ -165,7 +165,7 @@ def _outputs(server: ServerInfo) -> Iterator[Notice]:
         )
 
 
-def _acceptance(server: ServerInfo) -> Iterator[Notice]:
+def _acceptance(server: ServerInfo) -> Iterator[Finding]:
     """The alarm, or else the acceptance length since the start."""
     if server.least("simulated_acceptance") is not None:
         return
@@ -184,20 +184,20 @@ def _acceptance(server: ServerInfo) -> Iterator[Notice]:
     if server.reports and server.verify_steps < ENOUGH_STEPS:
         length = None
     if any(server.values("acceptance_alarm")) and recent is not None:
-        yield Notice(
+        yield Finding(
             "acceptance-alarm",
             f"acceptance length {recent:.2f} over the last {JUDGED_STEPS} verify steps: next to no "
             "draft is accepted",
             look_for + until_found,
         )
     elif length is not None and length < LOW:
-        yield Notice(
+        yield Finding(
             "acceptance-near-1",
             f"acceptance length {length:.2f}: next to no draft is accepted",
             look_for + until_found,
         )
     elif server.losing is not None:
-        yield Notice(
+        yield Finding(
             "drafts-do-not-pay",
             server.losing,
             "start it with --speculative-dflash-width adaptive, which decodes plainly where that "
@@ -205,7 +205,7 @@ def _acceptance(server: ServerInfo) -> Iterator[Notice]:
             "`sglang-dflash bench`",
         )
     elif length is not None and length < 2.0 and not _is_adaptive(server):
-        yield Notice(
+        yield Finding(
             "acceptance-below-2",
             f"acceptance length {length:.2f}: plain decoding may be faster; with "
             "`--speculative-dflash-width adaptive` the server decodes without drafts where it is",
@@ -213,12 +213,12 @@ def _acceptance(server: ServerInfo) -> Iterator[Notice]:
         )
 
 
-def _contained(server: ServerInfo) -> Iterator[Notice]:
+def _contained(server: ServerInfo) -> Iterator[Finding]:
     """Steps that failed, with the server going on."""
     for state in server.states:
         shown = state.get("containment") or {}
         if shown.get("contained_steps"):
-            yield Notice(
+            yield Finding(
                 "contained-steps",
                 f"{shown['contained_steps']} steps failed and {shown['ended_requests']} requests "
                 f"were ended by it; the last error is {shown['last_error']}",
@@ -227,11 +227,11 @@ def _contained(server: ServerInfo) -> Iterator[Notice]:
             )
 
 
-def _requests(server: ServerInfo) -> Iterator[Notice]:
+def _requests(server: ServerInfo) -> Iterator[Finding]:
     """Requests, and limits of the server, that do not go well together."""
     share = server.least("draft_context_share")
     if share is not None and share < LOW_CONTEXT_SHARE:
-        yield Notice(
+        yield Finding(
             "draft-kv-too-small",
             f"the draft KV cache held {share:.0%} of the context that drafts were to see",
             "raise --speculative-dflash-draft-kv-tokens (now "
@@ -241,7 +241,7 @@ def _requests(server: ServerInfo) -> Iterator[Notice]:
     undrafted = 0 if _is_adaptive(server) else sum(server.values("undrafted_steps"))
     steps = undrafted + sum(server.values("verify_steps"))
     if undrafted >= ENOUGH_STEPS and undrafted > 0.25 * steps:
-        yield Notice(
+        yield Finding(
             "many-undrafted",
             f"{undrafted / steps:.0%} of the decode steps had no drafts: their requests have a "
             "custom logit processor, or a grammar that cannot look ahead",

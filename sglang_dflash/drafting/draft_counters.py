@@ -82,9 +82,9 @@ class DraftCounters:
             looked_up: bool `[R]`, whether they were.
             accepted: int64 `[R]`, drafts of theirs.
         """
-        for first, of in ((3, ~looked_up), (5, looked_up)):
-            self._device[first].add_(of.sum())
-            self._device[first + 1].add_((accepted * of).sum())
+        for first, mask in ((3, ~looked_up), (5, looked_up)):
+            self._device[first].add_(mask.sum())
+            self._device[first + 1].add_((accepted * mask).sum())
 
     def clear(self) -> None:
         """Start again at zero."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
-from sglang_dflash.drafting.groups import EVERYTHING, KVGroup, Written
+from sglang_dflash.drafting.groups import ALL_TOKENS, ContextWrite, KVGroup
 from sglang_dflash.drafting.heads import TargetHead, make_head
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
@@ -35,7 +35,7 @@ class Proposer(Protocol):
         positions: Tensor,
         slots: Tensor,
         keep: Tensor | None = None,
-        written: Sequence[Written] | None = None,
+        written: Sequence[ContextWrite] | None = None,
     ) -> None:
         """Take in tokens that the target has computed.
 
@@ -110,15 +110,16 @@ class Drafter:
         positions: Tensor,
         slots: Tensor,
         keep: Tensor | None = None,
-        written: Sequence[Written] | None = None,
+        written: Sequence[ContextWrite] | None = None,
     ) -> None:
         if len(slots) == 0:
             return
-        features, broken = finite(self.model.context_features(target_hidden))
+        features, broken = sanitize(self.model.context_features(target_hidden))
         self.counters.add_nonfinite(broken if keep is None else keep & broken)
         kv = self.model.project_context(features)
-        for group, of in zip(self.groups, written or (EVERYTHING,) * len(self.groups), strict=True):
-            group.write(self.model, kv, positions, slots, keep, of)
+        writes = written or (ALL_TOKENS,) * len(self.groups)
+        for group, write in zip(self.groups, writes, strict=True):
+            group.write(self.model, kv, positions, slots, keep, write)
 
     def propose(
         self,
@@ -157,8 +158,9 @@ class Drafter:
         return {}
 
 
-def finite(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Features `[N, E]` with zeros for NaN and Inf, and whose hidden states held one, bool `[N]`.
+def sanitize(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace NaN and Inf by zeros. Returns features `[N, E]`, and bool `[N]`, True for a
+    token whose hidden states held one.
 
     Masked entries take part in 0 times V: a NaN would reach other requests. One that is in the
     hidden states is in every feature, since each is a sum over all of them; so the first one tells.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.groups import KVGroup, Written
+from sglang_dflash.drafting.groups import ContextWrite, KVGroup
 from sglang_dflash.drafting.noise import LIKELIEST, RULES, BlockNoise
 
 # The target slot that rows of padding name. A KV pool keeps it for padding.
@@ -49,12 +49,12 @@ class Key(NamedTuple):
 def column_buckets(columns: int) -> tuple[int, ...]:
     """Numbers of table columns to record, up to `columns`. The last one is at least twice the one
     before: what SGLang adds to a context length is not worth a recording."""
-    found = []
+    buckets = []
     size = LEAST_COLUMNS
     while 2 * size <= columns:
-        found.append(size)
+        buckets.append(size)
         size *= 4
-    return (*found, columns)
+    return (*buckets, columns)
 
 
 def batch_buckets(most: int) -> tuple[int, ...]:
@@ -182,7 +182,7 @@ class GraphedDrafter:
         positions: Tensor,
         slots: Tensor,
         keep: Tensor | None = None,
-        written: Sequence[Written] | None = None,
+        written: Sequence[ContextWrite] | None = None,
     ) -> None:
         key = None if keep is None or written is not None else self._key_of_commit(len(slots))
         if key is None or keep is None:
@@ -198,11 +198,11 @@ class GraphedDrafter:
         self._graphs[key]()
         self.replays["commit"] += 1
 
-    def _key_of_proposal(self, requests: int, of: RequestSlots) -> Key | None:
-        if of.req_to_token.data_ptr() != self._table.data_ptr():
+    def _key_of_proposal(self, requests: int, slots: RequestSlots) -> Key | None:
+        if slots.req_to_token.data_ptr() != self._table.data_ptr():
             raise ValueError("req_to_token is not the table that the recordings read")
         size = _next(self._buckets, requests)
-        columns = _next(self._widths, self._drafter.columns(of))
+        columns = _next(self._widths, self._drafter.columns(slots))
         if size is None or columns is None:
             return None
         return Key(size, columns)

@@ -19,19 +19,19 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.facts.draft_config import LayerGroup, Reach
 
 
-class Written(NamedTuple):
+class ContextWrite(NamedTuple):
     """The part of the absorbed tokens that a group writes.
 
     Attributes:
         tokens: int64 indices of the tokens, in the order in which to write them; a slice for all.
-        quota: see `DraftKVCache.place`.
+        fair_share: see `DraftKVCache.place`.
     """
 
     tokens: Tensor | slice = slice(None)
-    quota: int | None = None
+    fair_share: int | None = None
 
 
-EVERYTHING = Written()
+ALL_TOKENS = ContextWrite()
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class KVGroup:
     def reach(self) -> Reach:
         return self.layers.reach
 
-    def quota(self, requests: int, running: int) -> int:
+    def fair_share(self, requests: int, running: int) -> int:
         """Entries that so many requests may take of a ring that `running` have to share."""
         return requests * self.cache.num_entries // running
 
@@ -70,7 +70,7 @@ class KVGroup:
         positions: Tensor,
         slots: Tensor,
         keep: Tensor | None,
-        written: Written,
+        written: ContextWrite,
     ) -> None:
         """Enter tokens, and store their K/V.
 
@@ -79,13 +79,13 @@ class KVGroup:
             positions, slots: int64 `[N]`.
             keep: bool `[N]`; None keeps all.
         """
-        some, quota = written
-        slots = slots[some]
+        tokens, fair_share = written
+        slots = slots[tokens]
         if not len(slots):
             # A chunk of a prompt that other groups see.
             return
-        entries = self.cache.place(slots, None if keep is None else keep[some], quota)
-        self.store(model, kv, positions[some], entries, some)
+        entries = self.cache.place(slots, None if keep is None else keep[tokens], fair_share)
+        self.store(model, kv, positions[tokens], entries, tokens)
 
     def store(
         self,
@@ -93,7 +93,7 @@ class KVGroup:
         kv: Tensor,
         positions: Tensor,
         entries: Tensor,
-        some: Tensor | slice = slice(None),
+        tokens: Tensor | slice = slice(None),
     ) -> None:
         """Store K/V of M tokens in entries.
 
@@ -101,14 +101,16 @@ class KVGroup:
             kv: see `write`.
             positions: int64 `[M]`.
             entries: int64 `[M]`, from `DraftKVCache.place`.
-            some: which tokens of `kv` they are.
+            tokens: indices int64 `[M]` of these tokens in `kv`; a slice for adjacent ones.
         """
-        for there, here in self._runs:
-            of_cache = self.cache.kv[:, here]
-            model.write_context(kv[some, there], there, positions, of_cache, entries)
+        for model_layers, cache_layers in self._layer_slices:
+            of_cache = self.cache.kv[:, cache_layers]
+            model.write_context(
+                kv[tokens, model_layers], model_layers, positions, of_cache, entries
+            )
 
     @cached_property
-    def _runs(self) -> list[tuple[slice, slice]]:
+    def _layer_slices(self) -> list[tuple[slice, slice]]:
         """Adjacent layers, as slices of the draft's layers and of the group's: no K/V is copied."""
         numbers = self.layers.numbers
         starts = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1)]

@@ -137,16 +137,16 @@ class SelectorHead:
     ops: TorchOps
 
     def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
-        drafts, of = hidden[:, 1:], self.selector
+        drafts, selector = hidden[:, 1:], self.selector
         logits, ids = self._candidates(self.target.logits(drafts.flatten(0, 1)))
-        shape = (*drafts.shape[:2], of.top_k)
+        shape = (*drafts.shape[:2], selector.top_k)
         return self.ops.walk(
             self.scale(logits).view(shape),
             ids.view(shape),
-            of.hidden_projection(drafts),
+            selector.hidden_projection(drafts),
             bonus,
-            of.predecessor_codebook,
-            of.successor_codebook,
+            selector.predecessor_codebook,
+            selector.successor_codebook,
             noise,
         )
 
@@ -164,7 +164,7 @@ class SelectorHead:
     def _gaps(
         self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None
     ) -> tuple[Tensor, Tensor]:
-        drafts, of = hidden[:, 1:], self.selector
+        drafts, selector = hidden[:, 1:], self.selector
         logits = self.target.logits(drafts.flatten(0, 1))
         values, candidates = self._candidates(logits)
         columns = self.target.columns(ids.flatten()) - self.target.first_id
@@ -173,8 +173,10 @@ class SelectorHead:
         tokens = torch.cat((ids[..., None], candidates.view(*ids.shape, -1)), -1)
         unary = self.scale(torch.cat((own[:, None], values.float()), -1)).view(tokens.shape)
         before = torch.cat((bonus[:, None], ids[:, :-1]), 1)
-        tables = of.predecessor_codebook, of.successor_codebook
-        scores = candidate_scores(unary, tokens, of.hidden_projection(drafts), before, *tables)
+        tables = selector.predecessor_codebook, selector.successor_codebook
+        scores = candidate_scores(
+            unary, tokens, selector.hidden_projection(drafts), before, *tables
+        )
         if noise is not None:
             scores = noise.scores(scores, tokens)
         return scores[..., 1:].amax(-1) - scores[..., 0], scores[..., 1:].abs().amax()

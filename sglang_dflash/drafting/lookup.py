@@ -48,14 +48,14 @@ def seen_before(
     agrees = (text == bonus[:, None]) & (torch.arange(columns, device=device) < seq_lens)
     before = text.gather(1, (seq_lens - 1).clamp(min=0))
     agrees = agrees[:, 1:] & (text[:, :-1] == before)
-    of, ends = agrees.nonzero(as_tuple=True)  # [M]: places where the newest two tokens stood
-    if not len(of):
+    row, ends = agrees.nonzero(as_tuple=True)  # [M]: places where the newest two tokens stood
+    if not len(row):
         return torch.zeros_like(bonus), bonus[:, None].expand(-1, count)
     ends = ends + 1
     up_to = F.pad(text, (LONGEST_MATCH - 1, 0), value=_NOT_THERE).unfold(1, LONGEST_MATCH, 1)
-    newest = up_to[of, requests.seq_lens[of]]
-    counts = (up_to[of, ends] == newest).flip(1).cumprod(1).sum(1)
-    key = seq_lens.new_zeros(len(bonus)).scatter_reduce_(0, of, counts * columns + ends, "amax")
+    newest = up_to[row, requests.seq_lens[row]]
+    counts = (up_to[row, ends] == newest).flip(1).cumprod(1).sum(1)
+    key = seq_lens.new_zeros(len(bonus)).scatter_reduce_(0, row, counts * columns + ends, "amax")
     lengths, end = key // columns, key[:, None] % columns
     period = (seq_lens - end).clamp(min=1)
     after = end + 1 + torch.arange(count, device=device) % period

@@ -40,8 +40,8 @@ def available_bytes() -> int | None:
     """Memory that processes can have without swapping; None if the system does not tell."""
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * int(found[0]) if found else None
+    kibibytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(kibibytes[0]) if kibibytes else None
 
 
 def version(package: str) -> str | None:

@@ -53,9 +53,9 @@ class GroupedConvolution(nn.Module):
     all channels of a group share. The same projection gives the kernel for the output.
     """
 
-    def __init__(self, width: int, of: Convolution, ops: TorchOps) -> None:
+    def __init__(self, width: int, config: Convolution, ops: TorchOps) -> None:
         super().__init__()
-        self.ops, self.taps, self.groups = ops, of.kernel_size, width // of.group_size
+        self.ops, self.taps, self.groups = ops, config.kernel_size, width // config.group_size
         # Of the input, then of the output. These weights leave both as they are.
         kernel = torch.zeros(2, self.taps, width)
         kernel[:, 0] = 1.0

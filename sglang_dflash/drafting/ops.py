@@ -183,14 +183,14 @@ class TorchOps:
             `[2, R, P]`, of a walk by each of `noise.RULES`.
         """
         walks = []
-        for of in (None,) if noise is None else (None, noise):
+        for walk_noise in (None,) if noise is None else (None, noise):
             taken, before = [], bonus
             for place in range(ids.shape[1]):
-                here = logits[:, place], ids[:, place], hidden[:, place], before
-                scores = candidate_scores(*here, predecessors, successors)
-                if of is not None:
+                inputs = logits[:, place], ids[:, place], hidden[:, place], before
+                scores = candidate_scores(*inputs, predecessors, successors)
+                if walk_noise is not None:
                     at = ids[:, place, None]
-                    scores = of.scores(scores[:, None], at, first=place + 1)[:, 0]
+                    scores = walk_noise.scores(scores[:, None], at, first=place + 1)[:, 0]
                 best, which = scores.max(-1)
                 before = ids[:, place].gather(1, which[:, None])[:, 0]
                 taken.append(before.where(best.isfinite(), -1))

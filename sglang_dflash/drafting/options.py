@@ -30,12 +30,12 @@ PLAIN_STEPS = 16
 RECURRENT_ROLLBACKS = ("auto", "replay", "snapshot")
 
 
-class Notice(NamedTuple):
-    """A setting that is accepted but probably a mistake.
+class Finding(NamedTuple):
+    """A setting that is accepted but probably a mistake, or a problem of a running server.
 
     Attributes:
         name: does not change between versions.
-        problem: what was found: the setting and its value.
+        problem: the setting and its value, or what is wrong.
         advice: what to do.
     """
 
@@ -120,19 +120,19 @@ class ResolvedOptions:
 
     def warnings(
         self, config: DraftConfig, names: Mapping[str, str], is_fixed: bool = False
-    ) -> list[Notice]:
-        """Return notices about settings with which outputs stay exact and acceptance may fall.
+    ) -> list[Finding]:
+        """Return findings about settings with which outputs stay exact and acceptance may fall.
 
         Args:
             names: setting -> what the user types for it.
             is_fixed: whether every step verifies the whole block.
         """
-        found, context = _of_checkpoint(config), self.context
+        warnings, context = _of_checkpoint(config), self.context
         trained = config.max_position_embeddings
         name = names.get("verify_block", "verify_block")
         if self.draft_block > config.block_size:
-            found.append(
-                Notice(
+            warnings.append(
+                Finding(
                     "block-above-trained",
                     f"{name}: {self.verify_block} is more than the "
                     f"{config.block_size} of a block that the draft was trained with: steps take "
@@ -141,8 +141,8 @@ class ResolvedOptions:
                 )
             )
         if is_fixed and self.verify_block > self.draft_block:
-            found.append(
-                Notice(
+            warnings.append(
+                Finding(
                     "lookup-block-fixed",
                     f"{name}: {self.verify_block} is more than the "
                     f"{self.draft_block} of a block that the draft fills, and every step verifies "
@@ -152,8 +152,8 @@ class ResolvedOptions:
             )
         for name, tokens in (("window", self.reach.tokens), ("sinks", self.reach.sinks)):
             if context is not None and tokens is not None and tokens >= context:
-                found.append(
-                    Notice(
+                warnings.append(
+                    Finding(
                         f"{name}-above-context",
                         f"{names.get(name, name)}: {tokens} is the whole of a context of {context} "
                         "tokens: drafts read everything, as without a window",
@@ -161,8 +161,8 @@ class ResolvedOptions:
                     )
                 )
         if context is not None and context > trained:
-            found.append(
-                Notice(
+            warnings.append(
+                Finding(
                     "long-contexts",
                     f"the target serves contexts of {context} tokens, the draft was made for "
                     f"{trained} (max_position_embeddings): beyond that acceptance may fall",
@@ -170,7 +170,7 @@ class ResolvedOptions:
                     f"{names.get('window', 'a draft window')} if they are not",
                 )
             )
-        return found
+        return warnings
 
 
 @dataclass(frozen=True)
@@ -272,13 +272,13 @@ class Options:
         )
 
 
-def _of_checkpoint(config: DraftConfig) -> list[Notice]:
-    """Return notices about the checkpoint itself: outputs stay exact, acceptance may fall."""
-    found = []
+def _of_checkpoint(config: DraftConfig) -> list[Finding]:
+    """Return findings about the checkpoint itself: outputs stay exact, acceptance may fall."""
+    warnings = []
     if not config.names_target_layers:
         ids = list(config.target_layer_ids)
-        found.append(
-            Notice(
+        warnings.append(
+            Finding(
                 "target-layers-not-named",
                 f"target_layer_ids of the draft: missing; the default, {ids}, is taken: if it was "
                 "trained with other layers of the target, acceptance falls",
@@ -286,15 +286,15 @@ def _of_checkpoint(config: DraftConfig) -> list[Notice]:
             )
         )
     if config.unknown_keys:
-        found.append(
-            Notice(
+        warnings.append(
+            Finding(
                 "unknown-keys",
                 f"{cut(', '.join(config.unknown_keys))} in the draft's config.json: not known "
                 "here, and without effect: if the draft was trained with it, acceptance falls",
                 "if few drafts are accepted, serve with --speculative-dflash-worker builtin",
             )
         )
-    return found
+    return warnings
 
 
 def _at_most(tokens: int) -> str:

@@ -94,10 +94,10 @@ def candidates_of_ranks(values: Tensor, ids: Tensor, tp: TensorParallel) -> tupl
     if tp.size == 1:
         return values, ids
     # As for `largest_of_ranks`, in one gather.
-    values, found = tp.all_gather(torch.stack((values.float(), ids.float()))).transpose(0, 1)
+    values, all_ids = tp.all_gather(torch.stack((values.float(), ids.float()))).transpose(0, 1)
     values, best = values.transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
     best = best[:, : ids.shape[1]]
-    return values[:, : ids.shape[1]], found.transpose(0, 1).flatten(1).gather(1, best).long()
+    return values[:, : ids.shape[1]], all_ids.transpose(0, 1).flatten(1).gather(1, best).long()
 
 
 def taken_of_shards(logits: Tensor, columns: Tensor, tp: TensorParallel) -> Tensor:
@@ -110,6 +110,6 @@ def taken_of_shards(logits: Tensor, columns: Tensor, tp: TensorParallel) -> Tens
     Returns:
         float32 `[N]`; -inf for a column that no rank has.
     """
-    there = (columns >= 0) & (columns < logits.shape[1])
-    own = logits.gather(1, columns.where(there, 0)[:, None])[:, 0].float()
-    return tp.all_gather(own.where(there, -torch.inf)).amax(0)
+    in_shard = (columns >= 0) & (columns < logits.shape[1])
+    own = logits.gather(1, columns.where(in_shard, 0)[:, None])[:, 0].float()
+    return tp.all_gather(own.where(in_shard, -torch.inf)).amax(0)

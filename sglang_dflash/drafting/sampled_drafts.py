@@ -2,7 +2,7 @@
 or the coupled one (`noise.py`).
 
 Coupling guesses more where the draft's distribution resembles the target's, and fewer where it is
-flat. The guesses of both rules are known for every position that a step reached, so the better
+flat. The drafts of both rules are known for every position that a step reached, so the better
 rule is found without trying the other.
 
 Letters in shapes: R requests; B block positions; W positions of a step, up to B.
@@ -22,15 +22,15 @@ from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, RULES, BlockNoise
 DECAY = 0.995
 
 
-class Guesses(NamedTuple):
+class DraftsByRule(NamedTuple):
     """The drafts of both rules in one step.
 
     Attributes:
-        by_rule: int64 `[2, R, B]`.
+        tokens: int64 `[2, R, B]`.
         is_sampled: bool `[R]`, False for greedy requests.
     """
 
-    by_rule: Tensor
+    tokens: Tensor
     is_sampled: Tensor
 
 
@@ -49,23 +49,25 @@ class SampledDrafts:
         """Bool `[B - 1]`: drafts of sampled requests that are coupled."""
         return self._hits[COUPLED] >= self._hits[LIKELIEST]
 
-    def choose(self, drafted: Tensor, noise: BlockNoise | None) -> tuple[Tensor, Guesses | None]:
-        """Return the block int64 `[R, B]` chosen from what a `Proposer` returned, and the guesses
+    def choose(
+        self, drafted: Tensor, noise: BlockNoise | None
+    ) -> tuple[Tensor, DraftsByRule | None]:
+        """Return the block int64 `[R, B]` chosen from what a `Proposer` returned, and the drafts
         to hand to `learn`; None if there was no choice."""
         if noise is None or drafted.dim() == 2:
             return drafted, None
-        guesses = Guesses(drafted, noise.temperatures > 0)
+        by_rule = DraftsByRule(drafted, noise.temperatures > 0)
         block = drafted[LIKELIEST].clone()
-        coupled = self.couples[: block.shape[1] - 1] & guesses.is_sampled[:, None]
+        coupled = self.couples[: block.shape[1] - 1] & by_rule.is_sampled[:, None]
         block[:, 1:] = drafted[COUPLED, :, 1:].where(coupled, block[:, 1:])
-        return block, guesses
+        return block, by_rule
 
-    def learn(self, guesses: Guesses | None, accepted: Accepted) -> None:
-        """Count which guesses were the target's tokens, where all drafts before were accepted."""
-        if guesses is None:
+    def learn(self, by_rule: DraftsByRule | None, accepted: Accepted) -> None:
+        """Count which drafts were the target's tokens, where all drafts before were accepted."""
+        if by_rule is None:
             return
-        drafts = min(accepted.tokens.shape[1], guesses.by_rule.shape[2]) - 1
+        drafts = min(accepted.tokens.shape[1], by_rule.tokens.shape[2]) - 1
         at = torch.arange(drafts, device=accepted.lengths.device)
-        reached = (at < accepted.lengths[:, None]) & guesses.is_sampled[:, None]
-        hits = (guesses.by_rule[:, :, 1 : drafts + 1] == accepted.tokens[:, :drafts]) & reached
+        reached = (at < accepted.lengths[:, None]) & by_rule.is_sampled[:, None]
+        hits = (by_rule.tokens[:, :, 1 : drafts + 1] == accepted.tokens[:, :drafts]) & reached
         self._hits[:, :drafts].mul_(DECAY).add_(hits.sum(1))

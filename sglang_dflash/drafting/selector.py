@@ -24,9 +24,9 @@ class CandidateSelector(nn.Module):
         hidden_projection: `[E]` to `[r]`.
     """
 
-    def __init__(self, width: int, vocab_size: int, of: Selector) -> None:
+    def __init__(self, width: int, vocab_size: int, config: Selector) -> None:
         super().__init__()
-        self.top_k = of.top_k
-        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, of.rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, of.rank))
-        self.hidden_projection = nn.Linear(width, of.rank, bias=False)
+        self.top_k = config.top_k
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, config.rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, config.rank))
+        self.hidden_projection = nn.Linear(width, config.rank, bias=False)

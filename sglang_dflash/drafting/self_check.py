@@ -92,8 +92,8 @@ def check_attention(model: DraftModel, draft_block: int, group: KVGroup, most: i
     k, v = (draw.floats(requests, draft_block, layer.kv_heads, layer.head_dim) for _ in range(2))
     expected = TorchAttention(layers.layers, draft_block)
     try:
-        for one in (group.attention, expected):
-            one.prepare(kv, table)
+        for backend in (group.attention, expected):
+            backend.prepare(kv, table)
         for i, number in enumerate(layers.numbers):
             name = f"attention of layer {number} ({type(group.attention).__name__})"
             _compare(name, group.attention.attend(i, q, k, v), expected.attend(i, q, k, v))
@@ -132,15 +132,15 @@ def check_recording(
         hidden = eager.forward(bonus, requests)[1]
         temperatures = torch.ones_like(rows, dtype=torch.float32)
         noise = BlockNoise(draw.ints(0, 2**62, count), temperatures, seq_lens)
-        for kind, of in (("", None), ("coupled ", noise)):
-            blocks = recorded.propose(bonus, requests, of)
-            drafted = (blocks if of is None else blocks[COUPLED])[:, 1:]
-            shortfall = eager.head.shortfall(hidden, bonus, drafted, of).max().item()
+        for label, rule_noise in (("", None), ("coupled ", noise)):
+            blocks = recorded.propose(bonus, requests, rule_noise)
+            drafted = (blocks if rule_noise is None else blocks[COUPLED])[:, 1:]
+            shortfall = eager.head.shortfall(hidden, bonus, drafted, rule_noise).max().item()
             # A NaN fails: it is not below anything.
             if not shortfall <= TOLERANCE[draw.dtype]:
-                where = f"recorded {kind}proposal of {count} requests on {draw.device.type}"
-                found = f"it drafts tokens that are less likely by {shortfall:.3g} of the largest"
-                raise _failed(where, f"{found} score ({TOLERANCE[draw.dtype]:g} is allowed)")
+                where = f"recorded {label}proposal of {count} requests on {draw.device.type}"
+                problem = f"it drafts tokens that are less likely by {shortfall:.3g} of the largest"
+                raise _failed(where, f"{problem} score ({TOLERANCE[draw.dtype]:g} is allowed)")
     finally:
         req_to_token[rows, :length] = 0
         clear(eager.groups)
@@ -182,13 +182,13 @@ def check_replay(fold: Fold, move_windows: MoveWindows, conv: Tensor, states: Te
     moves = Moves(rows, rows, rows + 2, lengths, checkpoints, torch.ones_like(rows))
     before = draw.floats(1, 5, *states.shape[2:]).to(states.dtype)
     pool = draw.floats(1, 5, channels, kept)
-    found = []
+    results = []
     for run, move in ((fold, move_windows), (replay.fold_, replay.move_windows_)):
         after, moved = before.clone(), pool.clone()
         run(layers, after, given, moves)
         move(moved, windows, moves)
-        found.append((after, moved))
-    (after, moved), (states_of_torch, windows_of_torch) = found
+        results.append((after, moved))
+    (after, moved), (states_of_torch, windows_of_torch) = results
     _compare("replay of recurrent states", after, states_of_torch, draw.dtype)
     _compare("windows of replay", moved, windows_of_torch)
 
@@ -225,7 +225,7 @@ def _cases(model: DraftModel, block: int, verify_block: int) -> Cases:
     positions, of_context = draw.ints(0, 4096, *shape), draw.ints(0, 4096, CONTEXT)
     before = draw.floats(2 * CONTEXT, *model.kv_shape)
     kv, entries = draw.floats(CONTEXT, *model.kv_shape), torch.arange(CONTEXT) + 5
-    norms = torch.stack([one.k_norm.weight for one in layers])
+    norms = torch.stack([each.k_norm.weight for each in layers])
     slots = draw.ints(0, 2 * CONTEXT, REQUESTS + 1, CONTEXT).int()
     rows, seq_lens = torch.arange(REQUESTS) + 1, draw.ints(1, CONTEXT, REQUESTS)
     requests = RequestSlots(slots, rows.to(draw.device), seq_lens, CONTEXT)
@@ -313,15 +313,15 @@ def _likeness(walk: Sequence[Tensor], tokens: Tensor, noise: BlockNoise) -> Tens
     and less by a share of the largest score where they have not: rounding may decide between two.
     """
     logits, ids, hidden, bonus, *tables = walk
-    found = []
+    likeness = []
     for rule, taken in enumerate(tokens):
         # What is no token has no likeness.
         before = torch.cat((bonus[:, None], taken[:, :-1]), 1).clamp(0, len(tables[0]) - 1)
         scores = candidate_scores(logits, ids, hidden, before, *tables)
         scores = scores if rule == LIKELIEST else noise.scores(scores, ids)
         own = scores.where(ids == taken[..., None], -torch.inf).amax(-1)
-        found.append(1 - (scores.amax(-1) - own) / scores.abs().amax())
-    return torch.stack(found)
+        likeness.append(1 - (scores.amax(-1) - own) / scores.abs().amax())
+    return torch.stack(likeness)
 
 
 def _compare(name: str, got: Any, expected: Tensor, computed_in: torch.dtype | None = None) -> None:
@@ -339,9 +339,9 @@ def _compare(name: str, got: Any, expected: Tensor, computed_in: torch.dtype | N
     )
 
 
-def _failed(what: str, found: str) -> SelfCheckFailed:
+def _failed(check: str, problem: str) -> SelfCheckFailed:
     return SelfCheckFailed(
-        f"self-check: {what}",
-        required=f"{found}; serve with {{worker}} builtin, and report it; {{self_check}} off "
+        f"self-check: {check}",
+        required=f"{problem}; serve with {{worker}} builtin, and report it; {{self_check}} off "
         "starts anyway",
     )

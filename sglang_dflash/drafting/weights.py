@@ -103,12 +103,12 @@ def load_model(
     tp: TensorParallel | None = None,
     ops: TorchOps | None = None,
     dummy: bool = False,
-    of: type[DraftModel] = DraftModel,
+    model_class: type[DraftModel] = DraftModel,
 ) -> DraftModel:
     """Read a draft checkpoint's folder into a frozen network with these `ops`; None for torch's.
 
     Args:
-        of: its class.
+        model_class: its class.
         dummy: for timing: of the folder only config.json is read, and weights are random, normal
             with standard deviation 0.02; norms are 1 and biases 0.
 
@@ -117,7 +117,7 @@ def load_model(
     """
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
     with torch.device("meta"):
-        model = of(config, tp, ops)
+        model = model_class(config, tp, ops)
     if dummy:
         state = _random_state(model, dtype, device)
     else:
@@ -160,8 +160,8 @@ def check_new(model: DraftModel, tensors: Mapping[str, Tensor]) -> None:
     Zeros are taken: who sends weights to a running server may want that.
     """
     forms = {
-        name: StoredTensor(DTYPES.get(one.dtype, str(one.dtype)), tuple(one.shape))
-        for name, one in tensors.items()
+        name: StoredTensor(DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+        for name, tensor in tensors.items()
     }
     check_tensors(model.config, forms, is_part=True)
     for name in expected_tensors(model.config).keys() & tensors.keys():
@@ -192,10 +192,10 @@ def reload(model: DraftModel, tensors: Mapping[str, Tensor]) -> None:
     for ours, parts in layout(config).items():
         if not any(part.name in tensors for part in parts):
             continue
-        path, _, kind = ours.rpartition(".")
+        path, _, attribute = ours.rpartition(".")
         module = model.get_submodule(path)
-        packed = module if isinstance(module, PackedLinear) and kind == "weight" else None
-        own, begin = plain_weight(packed) if packed else getattr(module, kind), 0
+        packed = module if isinstance(module, PackedLinear) and attribute == "weight" else None
+        own, begin = plain_weight(packed) if packed else getattr(module, attribute), 0
         for part in parts:
             whole = tensors.get(part.name, torch.empty(part.shape, device="meta"))
             shard = _shard(whole, part.split, config, tp)

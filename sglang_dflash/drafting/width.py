@@ -84,10 +84,10 @@ class Survival:
     """The probability that drafts 1, 2, ... B - 1 are accepted, each with all before it."""
 
     def __init__(self, drafts: int) -> None:
-        self.of = [GUESS**k for k in range(1, drafts + 1)]
-        self._lately = list(self.of)
-        # Steps that `of` rests on; how far the last ones were from it, in accepted drafts; and the
-        # variance of one.
+        self.probabilities = [GUESS**k for k in range(1, drafts + 1)]
+        self._lately = list(self.probabilities)
+        # Steps that `probabilities` rest on; how far the last ones were from them, in accepted
+        # drafts; and the variance of one.
         self._steps, self._off, self._variance = 1, 0.0, 1.0
 
     def expect_change(self) -> None:
@@ -101,15 +101,15 @@ class Survival:
         self._steps += 1
         weight = min(1.0, max(WEIGHT * sqrt(requests), 1 / self._steps))
         lately = max(weight, WEIGHT_LATELY)
-        off = sum(survived) - sum(self.of[:drafts])
+        off = sum(survived) - sum(self.probabilities[:drafts])
         self._off += lately * (off - self._off)
         self._variance += WEIGHT * (off * off - self._variance)
-        _average(self.of, survived, weight)
+        _average(self.probabilities, survived, weight)
         _average(self._lately, survived, lately)
         # Of the mean of the last steps, weighted as here.
         deviation = sqrt(self._variance * lately / (2 - lately))
         if abs(self._off) > CHANGE * deviation:
-            self.of, self._steps, self._off = list(self._lately), 4, 0.0
+            self.probabilities, self._steps, self._off = list(self._lately), 4, 0.0
 
 
 def _average(survival: list[float], survived: Sequence[float], weight: float) -> None:
@@ -123,7 +123,7 @@ def _average(survival: list[float], survived: Sequence[float], weight: float) ->
         survival[k] = max(1e-4, survival[k] * survival[last] / before)
 
 
-class Place(NamedTuple):
+class CostBucket(NamedTuple):
     """A bucket of steps of comparable time: up to 1, 2, 4, 8, ... requests, and less than 2,048,
     8,192, 32,768, ... tokens in the longest context."""
 
@@ -131,24 +131,24 @@ class Place(NamedTuple):
     context: int
 
     @classmethod
-    def of(cls, requests: int, context: int) -> Place:
+    def of(cls, requests: int, context: int) -> CostBucket:
         return cls(max(0, requests - 1).bit_length(), (context // 1024).bit_length() // 2)
 
 
 class StepSeconds:
-    """Seconds of a step by width and place: medians of the last measurements."""
+    """Seconds of a step by width and bucket: medians of the last measurements."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self._widths = tuple(widths)
-        self._kept: dict[Place, dict[int, deque[float]]] = {}
-        self._medians: dict[Place, dict[int, float]] = {}
+        self._samples: dict[CostBucket, dict[int, deque[float]]] = {}
+        self._medians: dict[CostBucket, dict[int, float]] = {}
         self.measured = Counter[int]()
         # By width, the last measurement over what was expected, if it was a surprise.
         self._surprise: dict[int, float] = {}
 
-    def record(self, place: Place, width: int, seconds: float) -> bool:
+    def record(self, bucket: CostBucket, width: int, seconds: float) -> bool:
         """Record a measurement, and return whether to repeat it because it is a surprise."""
-        ratio = seconds / self.at(place).get(width, seconds)
+        ratio = seconds / self.at(bucket).get(width, seconds)
         is_surprise = not _alike(ratio, 1.0)
         is_change = is_surprise and _alike(ratio, self._surprise.get(width, 0.0))
         self._surprise[width] = ratio if is_surprise else 0.0
@@ -156,43 +156,43 @@ class StepSeconds:
             # What was measured before is outdated, in other places too.
             for at, medians in self._medians.items():
                 medians.pop(width, None)
-                self._kept[at].pop(width, None)
-        kept = self._kept.setdefault(place, {}).setdefault(width, deque(maxlen=KEPT))
-        kept.append(seconds)
-        self._medians.setdefault(place, {})[width] = median_low(kept)
+                self._samples[at].pop(width, None)
+        samples = self._samples.setdefault(bucket, {}).setdefault(width, deque(maxlen=KEPT))
+        samples.append(seconds)
+        self._medians.setdefault(bucket, {})[width] = median_low(samples)
         self.measured[width] += 1
         return is_surprise
 
-    def at(self, place: Place) -> Mapping[int, float]:
+    def at(self, bucket: CostBucket) -> Mapping[int, float]:
         """Return the seconds of a step by width. Widths without a measurement here are scaled from
-        the nearest place with one, and left out if there is none."""
-        known = self._medians.get(place, {})
+        the nearest bucket with one, and left out if there is none."""
+        known = self._medians.get(bucket, {})
         if len(known) == len(self._widths):
             return known
-        for near in sorted(self._medians, key=lambda other: _distance(place, other)):
-            of = self._medians[near]
-            both = known.keys() & of.keys()
-            scale = sum(known[w] / of[w] for w in both) / len(both) if both else 1.0
-            known = {width: scale * seconds for width, seconds in of.items()} | known
+        for near in sorted(self._medians, key=lambda other: _distance(bucket, other)):
+            medians = self._medians[near]
+            both = known.keys() & medians.keys()
+            scale = sum(known[w] / medians[w] for w in both) / len(both) if both else 1.0
+            known = {width: scale * seconds for width, seconds in medians.items()} | known
         return known
 
-    def known(self, place: Place) -> Collection[int]:
+    def known(self, bucket: CostBucket) -> Collection[int]:
         """The widths that were measured there."""
-        return self._medians.get(place, {}).keys()
+        return self._medians.get(bucket, {}).keys()
 
     def report(self) -> list[dict[str, object]]:
-        """Milliseconds by place and width; None for what was not measured."""
+        """Milliseconds by bucket and width; None for what was not measured."""
         return [
             {
-                "requests": 1 << place.requests,
-                "context": 2048 << 2 * place.context,
+                "requests": 1 << bucket.requests,
+                "context": 2048 << 2 * bucket.context,
                 "milliseconds": {
-                    str(width): round(of[width] * 1e3, 3) if width in of else None
+                    str(width): round(medians[width] * 1e3, 3) if width in medians else None
                     for width in self._widths
                 },
             }
-            for place, of in sorted(self._medians.items())
-            if of
+            for bucket, medians in sorted(self._medians.items())
+            if medians
         ]
 
 
@@ -200,7 +200,7 @@ def _alike(a: float, b: float) -> bool:
     return a < SURPRISE * b and b < SURPRISE * a
 
 
-def _distance(a: Place, b: Place) -> int:
+def _distance(a: CostBucket, b: CostBucket) -> int:
     return abs(a.requests - b.requests) + abs(a.context - b.context)
 
 
@@ -249,8 +249,8 @@ class AdaptiveWidth(WidthPolicy):
     ) -> int:
         step = _Chosen(1)
         if requests and most > 1:
-            place = Place.of(len(requests) + undrafted, context)
-            step = self._decide(requests, undrafted, place, most)
+            bucket = CostBucket.of(len(requests) + undrafted, context)
+            step = self._decide(requests, undrafted, bucket, most)
         self._open.append(step)
         self._probes += step.is_probe
         for width in self.widths:
@@ -262,14 +262,14 @@ class AdaptiveWidth(WidthPolicy):
         self,
         requests: Sequence[Hashable],
         undrafted: int,
-        place: Place,
+        bucket: CostBucket,
         most: int,
     ) -> _Chosen:
-        unmeasured, seconds = self._to_measure(), self._seconds.at(place)
+        unmeasured, seconds = self._to_measure(), self._seconds.at(bucket)
         if unmeasured is not None:
             return _Chosen(unmeasured)
         running = len(requests) + undrafted
-        survivors = (len(requests) * survival for survival in self._survival.of)
+        survivors = (len(requests) * survival for survival in self._survival.probabilities)
         tokens = list(accumulate(survivors, initial=float(running)))
         rate = {width: tokens[min(width, most) - 1] / seconds[width] for width in self.widths}
         best = max(rate, key=rate.__getitem__)
@@ -278,7 +278,7 @@ class AdaptiveWidth(WidthPolicy):
         if self._seen and 2 * len(self._seen.intersection(requests)) < len(requests):
             self._seen, self._pause = frozenset(), 1.0
             self._survival.expect_change()
-        width = self._to_try(best, rate, seconds, self._seconds.known(place))
+        width = self._to_try(best, rate, seconds, self._seconds.known(bucket))
         if width is None:
             return _Chosen(best)
         pays = running / len(requests) * (seconds[width] / seconds[1] - 1)
@@ -331,7 +331,7 @@ class AdaptiveWidth(WidthPolicy):
         if self._cold:
             self._cold -= 1
             return
-        if self._seconds.record(Place.of(requests, context), width, seconds):
+        if self._seconds.record(CostBucket.of(requests, context), width, seconds):
             self._again = width
 
     def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:

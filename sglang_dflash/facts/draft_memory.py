@@ -104,7 +104,7 @@ class DraftServer:
         processors: multiprocessors of the GPU.
         recorded: requests of the largest recorded batch; 0 if no steps are recorded.
         waiting_steps: steps of one token per request whose hidden states wait to be absorbed, at
-            most (`drafting.plain_context`); 0 if every step drafts.
+            most (`drafting.pending_context`); 0 if every step drafts.
         narrow: the target's narrower forwards.
     """
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter, finite
+from sglang_dflash.drafting.drafter import Drafter, sanitize
 from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
@@ -123,7 +123,7 @@ class Loaded:
                 group.cache.place(self.slots, (steps < accepted.lengths[:, None]).flatten())
 
         def absorb() -> None:
-            kv = model.project_context(finite(model.context_features(self.hidden))[0])
+            kv = model.project_context(sanitize(model.context_features(self.hidden))[0])
             for group, at in zip(groups, entries, strict=True):
                 group.store(model, kv, self.positions, at)
 

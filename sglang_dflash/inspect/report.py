@@ -89,13 +89,13 @@ def inspect(
     memory = memory_of(target, draft, judged, resolved, serving)
     resolved.check_room(memory["target_tokens"])
     names = spelled(Options.__dataclass_fields__, verify_block="--block-size")
-    notices = resolved.warnings(config, names) if config else []
+    findings = resolved.warnings(config, names) if config else []
     warnings = [*other_target(target.name, draft.name), *words.config_only(draft)]
     warnings += other_precision(target.name, target.config, draft.name, draft.config)
     warnings += words.extended(context_of(target), serving.context_length)
     warnings += words.capped(memory, serving.max_running_requests)
     facts = {
-        "warnings": warnings + [str(found) for found in notices],
+        "warnings": warnings + [str(finding) for finding in findings],
         "target": target.name,
         "draft": draft.name,
         "worker": judged.worker,

@@ -61,7 +61,9 @@ class DFlashDraftModel(DraftModel):
         wanted = None if dtype in (None, "auto") else dtype_named("dtype", dtype)
         folder = draft_folder(str(name), revision=revision)
         kind = wanted or _stored_dtype(folder)
-        return cast("DFlashDraftModel", load_model(folder, dtype=kind, device=device, of=cls))
+        return cast(
+            "DFlashDraftModel", load_model(folder, dtype=kind, device=device, model_class=cls)
+        )
 
     @property
     def block_size(self) -> int:

@@ -184,10 +184,10 @@ def spec_generate(
         while not done:
             noise, at = choose.noise(length), positions[int(length) :][:verify_block]
             drafted = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)), noise)
-            block, guesses = drafts.choose(drafted, noise)
+            block, by_rule = drafts.choose(drafted, noise)
             out = target(input_ids=block, past_key_values=target_cache.cache, use_cache=True)
             accepted = accept(block, choose(out.logits[0], at)[None])
-            drafts.learn(guesses, accepted)
+            drafts.learn(by_rule, accepted)
             count = int(accepted.lengths)
             drafter.absorb(hidden()[:count], at[:count], at[:count])
             length, bonus = length + count, accepted.bonus

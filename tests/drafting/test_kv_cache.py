@@ -49,13 +49,13 @@ class PlainRing:
     def forget(self, targets: list[int]) -> None:
         self.entries = [None if e is not None and e[0] in targets else e for e in self.entries]
 
-    def write(self, tokens: list[tuple[int, int]], quota: int | None) -> None:
+    def write(self, tokens: list[tuple[int, int]], fair_share: int | None) -> None:
         order = [(self.cursor + i) % self.size for i in range(self.size)]
         free = [slot for slot in order if slot not in self.in_use]
-        limit = self.size if quota is None else min(self.size, max(quota, len(free)))
+        limit = self.size if fair_share is None else min(self.size, max(fair_share, len(free)))
         written = tokens[max(0, len(tokens) - limit) :]
         # If the unused entries do not hold a whole write, all entries are alike.
-        enough = len(free) >= (len(tokens) if quota is None else len(written))
+        enough = len(free) >= (len(tokens) if fair_share is None else len(written))
         for token, slot in zip(written, free if enough else order, strict=False):
             self.entries[slot] = token
             self.in_use.add(slot)
@@ -72,11 +72,11 @@ class PlainRing:
 
 
 slots = st.lists(st.integers(0, TARGET_SLOTS - 1), min_size=1, max_size=12, unique=True)
-keeps, quotas = (
+keeps, fair_shares = (
     st.lists(st.booleans(), min_size=12, max_size=12),
     st.one_of(st.none(), st.integers(0, 20)),
 )
-write = st.tuples(st.just("write"), slots, keeps, quotas)
+write = st.tuples(st.just("write"), slots, keeps, fair_shares)
 forget, read = (
     st.tuples(st.just(kind), slots, st.none(), st.none()) for kind in ("forget", "read")
 )
@@ -91,7 +91,7 @@ clear = st.tuples(st.just("clear"), st.none(), st.none(), st.none())
 def test_behaves_as_a_ring_that_spares_what_is_in_use(num_entries: int, operations: list) -> None:
     """Recycled target slots, overwritten entries, rejected tokens, more tokens than entries."""
     cache, plain, number = cache_of(num_entries), PlainRing(num_entries), 0
-    for kind, targets, keep, quota in [
+    for kind, targets, keep, fair_share in [
         *operations,
         ("read", list(range(TARGET_SLOTS)), None, None),
     ]:
@@ -105,10 +105,10 @@ def test_behaves_as_a_ring_that_spares_what_is_in_use(num_entries: int, operatio
             numbers = list(range(number, number + len(targets)))
             number += len(targets)
             kept = keep[: len(targets)]
-            write_kv(cache, torch.tensor(targets), stamped(numbers), torch.tensor(kept), quota)
+            write_kv(cache, torch.tensor(targets), stamped(numbers), torch.tensor(kept), fair_share)
             plain.forget(targets)
             plain.write(
-                [(t, n) for t, n, k in zip(targets, numbers, kept, strict=True) if k], quota
+                [(t, n) for t, n, k in zip(targets, numbers, kept, strict=True) if k], fair_share
             )
         else:
             found = dict(zip(targets, read_by_request(cache, targets), strict=True))
@@ -162,14 +162,14 @@ def test_what_a_request_reads_outlives_any_number_of_others() -> None:
 
 
 def test_a_prompt_yields_to_what_is_read() -> None:
-    """A prompt too large for the unused entries takes these, or its quota; its last tokens stay."""
-    for quota, survivors in ((1, [5, 6]), (3, [4, 5, 6])):
+    """A prompt too large for the unused entries takes these or its share; its last tokens stay."""
+    for fair_share, survivors in ((1, [5, 6]), (3, [4, 5, 6])):
         cache, mine = cache_of(6), torch.arange(10, 14)
         write_kv(cache, mine, stamped([1, 2, 3, 4]))
         read_by_request(cache, mine.tolist())
-        write_kv(cache, torch.arange(7), stamped(list(range(7))), quota=quota)
+        write_kv(cache, torch.arange(7), stamped(list(range(7))), fair_share=fair_share)
         assert cache.find(torch.arange(7))[1].nonzero()[:, 0].tolist() == survivors
-        assert int(cache.find(mine)[1].sum()) == (4 if quota == 1 else 1 + 2)
+        assert int(cache.find(mine)[1].sum()) == (4 if fair_share == 1 else 1 + 2)
 
 
 def test_fresh_entries_are_marked_in_use() -> None:

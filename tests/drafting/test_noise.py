@@ -107,14 +107,14 @@ def test_the_better_rule_is_found_by_position() -> None:
         drafted = torch.zeros(2, rows, BLOCK, dtype=torch.int64)
         for rule in (0, 1):
             hit = torch.rand(rows, BLOCK - 1) < torch.tensor([pair[rule] for pair in right])
-            # A greedy request's guesses are the other way round.
+            # A greedy request's drafts are the other way round.
             hit[:4] = True
             drafted[rule, :, 1:] = target[:, :-1] * hit
         drafted[1, :4, 1:] = 0
-        block, guesses = drafts.choose(drafted, noise)
+        block, by_rule = drafts.choose(drafted, noise)
         assert torch.equal(block[:4], drafted[0, :4])
         lengths = torch.randint(1, BLOCK + 1, (rows,))
-        drafts.learn(guesses, Accepted(lengths, target, target[:, 0]))
+        drafts.learn(by_rule, Accepted(lengths, target, target[:, 0]))
     assert drafts.couples[1:].tolist() == [True, False]
     block, _ = drafts.choose(drafted, noise)
     assert torch.equal(block[4:, 2], drafted[1, 4:, 2])
@@ -125,8 +125,8 @@ def test_positions_that_were_not_reached_teach_nothing() -> None:
     drafts, noise = SampledDrafts(BLOCK, torch.device("cpu")), noise_of([1.0])
     target = torch.tensor([[5, 6, 7, 8]])
     drafted = torch.tensor([[[0, 5, 6, 7]], [[0, 1, 1, 1]]])
-    _, guesses = drafts.choose(drafted, noise)
-    drafts.learn(guesses, Accepted(torch.tensor([1]), target, target[:, 0]))
+    _, by_rule = drafts.choose(drafted, noise)
+    drafts.learn(by_rule, Accepted(torch.tensor([1]), target, target[:, 0]))
     # Only the first draft was judged; the others are coupled until more is known.
     assert drafts.couples.tolist() == [False, True, True]
 

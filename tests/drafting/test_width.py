@@ -13,7 +13,7 @@ import pytest
 from sglang_dflash.drafting.width import (
     COLD,
     AdaptiveWidth,
-    Place,
+    CostBucket,
     StepSeconds,
     Survival,
     WidthPolicy,
@@ -330,35 +330,36 @@ def test_drafts_that_were_not_verified_change_as_the_last_one_that_was() -> None
     survival = Survival(7)
     for _ in range(300):
         survival.observe(3, [0])
-    assert survival.of == pytest.approx([1e-4] * 7, abs=2e-4)
+    assert survival.probabilities == pytest.approx([1e-4] * 7, abs=2e-4)
     for _ in range(300):
         survival.observe(3, [3])
-    assert survival.of[2] > 0.95 and survival.of[2:] == pytest.approx([survival.of[2]] * 5)
+    third, *rest = survival.probabilities[2:]
+    assert third > 0.95 and rest == pytest.approx([third] * 4)
 
 
 def test_an_outlier_is_no_cost_and_a_change_is_one() -> None:
-    seconds, place, other = StepSeconds((1, 8)), Place.of(1, 500), Place.of(16, 500)
+    seconds, bucket, other = StepSeconds((1, 8)), CostBucket.of(1, 500), CostBucket.of(16, 500)
     for width, each in ((1, 0.01), (8, 0.02)):
-        seconds.record(place, width, each)
+        seconds.record(bucket, width, each)
         seconds.record(other, width, 2 * each)
         for _ in range(10):
-            assert not seconds.record(place, width, each)
+            assert not seconds.record(bucket, width, each)
             assert not seconds.record(other, width, 2 * each)
-    assert seconds.record(place, 8, 5.0)
-    assert seconds.at(place) == {1: 0.01, 8: 0.02}
-    assert seconds.record(place, 8, 0.04)
-    assert seconds.record(place, 8, 0.042)
-    # In every place, in proportion.
-    assert seconds.at(place) == {1: 0.01, 8: 0.042}
+    assert seconds.record(bucket, 8, 5.0)
+    assert seconds.at(bucket) == {1: 0.01, 8: 0.02}
+    assert seconds.record(bucket, 8, 0.04)
+    assert seconds.record(bucket, 8, 0.042)
+    # In every bucket, in proportion.
+    assert seconds.at(bucket) == {1: 0.01, 8: 0.042}
     assert seconds.at(other)[8] == pytest.approx(0.084)
 
 
-def test_unknown_costs_are_in_proportion_to_the_nearest_place() -> None:
+def test_unknown_costs_are_in_proportion_to_the_nearest_bucket() -> None:
     seconds = StepSeconds(WIDTHS)
-    assert not seconds.at(Place.of(1, 1))
+    assert not seconds.at(CostBucket.of(1, 1))
     for requests, scale in ((1, 1.0), (32, 9.0)):
         for width in WIDTHS:
-            seconds.record(Place.of(requests, 500), width, scale * width)
-    seconds.record(Place.of(16, 500), 1, 5.0)
-    assert seconds.at(Place.of(16, 500)) == {1: 5.0, 4: 20.0, 8: 40.0}
-    assert seconds.at(Place.of(2, 500)) == {1: 1.0, 4: 4.0, 8: 8.0}
+            seconds.record(CostBucket.of(requests, 500), width, scale * width)
+    seconds.record(CostBucket.of(16, 500), 1, 5.0)
+    assert seconds.at(CostBucket.of(16, 500)) == {1: 5.0, 4: 20.0, 8: 40.0}
+    assert seconds.at(CostBucket.of(2, 500)) == {1: 1.0, 4: 4.0, 8: 8.0}

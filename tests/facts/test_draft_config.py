@@ -59,8 +59,8 @@ def test_layers_that_the_draft_does_not_name_are_warned_of(
 ) -> None:
     config = DraftConfig.from_dict(raw_config(**with_own(target_layer_ids=named)))
     found = Options().resolve(config).warnings(config, {})
-    assert [notice.name for notice in found] == expected
-    assert all(str(list(config.target_layer_ids)) in notice.problem for notice in found)
+    assert [finding.name for finding in found] == expected
+    assert all(str(list(config.target_layer_ids)) in finding.problem for finding in found)
 
 
 UNSUPPORTED = {

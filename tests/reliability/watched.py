@@ -106,13 +106,13 @@ def count_overwrites(cache: RingKVCache, rare: Counter[str]) -> None:
     place = cache.place
 
     def counted(
-        target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
+        target_slots: Tensor, keep: Tensor | None = None, fair_share: int | None = None
     ) -> Tensor:
         everything = torch.arange(cache.num_entries)
         owner = cache.tags.owner[: cache.num_entries].long()
         live = (owner >= 0) & (cache.tags.entry_of[owner.clamp(min=0)] == everything)
         used = cache.tags.in_use[: cache.num_entries].clone()
-        entries = place(target_slots, keep, quota)
+        entries = place(target_slots, keep, fair_share)
         now = cache.tags.owner[: cache.num_entries].long()
         lost = live & (now != owner) & ~torch.isin(owner, target_slots)
         rare["overwritten live entries"] += int(lost.sum())

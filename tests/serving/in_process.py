@@ -16,7 +16,7 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import PLAIN_STEPS, Notice, Options
+from sglang_dflash.drafting.options import PLAIN_STEPS, Finding, Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.drafting.width import WidthPolicy
@@ -96,7 +96,7 @@ def worker_of(
     looks_up: bool = False,
     verify_block: int | None = None,
     waiting_steps: int = PLAIN_STEPS,
-    notices: Sequence[Notice] = (),
+    warnings: Sequence[Finding] = (),
     hierarchical: bool = False,
 ) -> Any:
     """A worker for a draft of random weights. With a window, the draft KV cache is a ring of
@@ -118,7 +118,7 @@ def worker_of(
         worker="", tp=TensorParallel(), attention="torch", memory={}, context_length=COLUMNS,
         simulated=None, model=model, options=options, drafter=drafter, lookup=lookup,
         rollback=rollback, policy=widths.policy, width_steps=widths.steps, labels=labels,
-        notices=notices, pages=DraftKVPages(groups),
+        warnings=warnings, pages=DraftKVPages(groups),
     )  # fmt: skip
     worker: Any = DFlashWorker(
         verify_block=block, features=model.config.target_hidden_width, running=2,

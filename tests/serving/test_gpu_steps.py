@@ -238,9 +238,9 @@ def test_the_draft_kv_cache_stays_on_the_device(gpu: FakeCuda, kind: str) -> Non
     slots = torch.arange(6, device="cuda")
     kv, keep = torch.zeros(6, *shape, device="cuda"), slots < 4
     gpu.crossings.clear()
-    for quota in (None, 3):
-        write_kv(cache, slots, kv, keep, quota)
-        write_kv(cache, slots, kv, None, quota)
+    for fair_share in (None, 3):
+        write_kv(cache, slots, kv, keep, fair_share)
+        write_kv(cache, slots, kv, None, fair_share)
     cache.forget(slots)
     cache.clear()
     assert gpu.crossings == []

@@ -214,7 +214,7 @@ def test_a_server_that_sends_draft_kv_sends_nothing_of_a_slots_last_owner() -> N
 
 def test_what_waits_is_absorbed_before() -> None:
     worker, order = worker_of(None, hierarchical=True), list[str]()
-    worker._plain_context.absorb = lambda: order.append("absorb")
+    worker._pending_context.absorb = lambda: order.append("absorb")
     worker.host_tier._planned.append(lambda: iter([order.append("copy") or 1]))
     worker.forward_batch_generation(prefill_of([0], [4]))
     assert order[:2] == ["absorb", "copy"]

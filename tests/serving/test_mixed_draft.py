@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.groups import Written
+from sglang_dflash.drafting.groups import ContextWrite
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
@@ -117,7 +117,7 @@ class Pool:
         tokens = PromptTokens.of([first], [end], [length])
         kept, parts = tokens.to_write(self.groups)
         hidden = torch.stack([self.of(c) for c in request.contents[first:end]])
-        written = [Written(some, group.cache.num_entries // RUNNING)
+        written = [ContextWrite(some, group.cache.num_entries // RUNNING)
                    for group, some in zip(self.groups, parts, strict=True)]  # fmt: skip
         self.drafter.absorb(hidden[kept], tokens.positions[kept], slots[kept], written=written)
 

@@ -18,7 +18,7 @@ import sglang_dflash
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.graphs import GraphedDrafter
-from sglang_dflash.drafting.options import Notice
+from sglang_dflash.drafting.options import Finding
 from sglang_dflash.facts.server import ENOUGH_STEPS
 from sglang_dflash.repairs import containment
 from sglang_dflash.serving.show.counts import (
@@ -302,12 +302,12 @@ def test_the_series_tell_if_sglangs_worker_serves(
 def test_a_low_acceptance_is_put_down_to_what_was_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    notice = Notice("block-above-trained", "--block: 100 is more than 8", "give 8")
-    fed = Fed(caplog, notices=[notice])
+    warning = Finding("block-above-trained", "--block: 100 is more than 8", "give 8")
+    fed = Fed(caplog, warnings=[warning])
     fed.step(JUDGED_STEPS, 1.0)
     assert "first of all, --block: 100 is more than 8. `sglang" in fed.logged[0]
-    report = worker_of(notices=[notice]).figures.report()
-    assert report["warnings"] == [notice._asdict()]
+    report = worker_of(warnings=[warning]).figures.report()
+    assert report["warnings"] == [warning._asdict()]
 
 
 def test_every_key_and_series_is_documented() -> None:

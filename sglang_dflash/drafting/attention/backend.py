@@ -102,7 +102,8 @@ class Backend:
 
 # The one that needs no kernels. All are in `ATTENTION` of `serving/gpu/backends.py`.
 TORCH = Backend(
-    CAPABILITIES["torch"], lambda _config, of: TorchAttention(of.layers, of.draft_block)
+    CAPABILITIES["torch"],
+    lambda _config, setting: TorchAttention(setting.layers, setting.draft_block),
 )
 
 

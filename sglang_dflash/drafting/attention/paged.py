@@ -79,8 +79,8 @@ class PagedAttention:
         block = self._kv[self._scratch : self._scratch + k.shape[0] * k.shape[1], layer]
         block[:, 0], block[:, 1] = k.flatten(0, 1), v.flatten(0, 1)
         old = self._kv[:, layer, :, None]  # [S, 2, 1, G, D]
-        rows, kind = q.flatten(0, 1), self._layers[layer]
-        out = self._kernel(rows, old[:, 0], old[:, 1], self._pages, self._block, kind)
+        rows, attention = q.flatten(0, 1), self._layers[layer]
+        out = self._kernel(rows, old[:, 0], old[:, 1], self._pages, self._block, attention)
         return out.view(q.shape)
 
 

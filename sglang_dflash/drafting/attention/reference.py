@@ -52,19 +52,19 @@ class TorchAttention:
             return self._whole.attend(layer, self._layers[layer], q, k, v)
         out = torch.empty_like(q)
         for first, count in pieces(requests, at_once):
-            some = slice(first, first + count)
-            own = q[some], k[some], v[some]
+            chunk = slice(first, first + count)
+            own = q[chunk], k[chunk], v[chunk]
             if at_once:
                 part = self._requests(first, count)
-                out[some] = part.attend(layer, self._layers[layer], *own)
+                out[chunk] = part.attend(layer, self._layers[layer], *own)
             else:
-                out[some] = self._one_request(layer, first, *own, self._chunk_bytes // each)
+                out[chunk] = self._one_request(layer, first, *own, self._chunk_bytes // each)
         return out
 
     def _requests(self, first: int, count: int) -> _Whole:
         entries, seq_lens = self._table
-        some = slice(first, first + count)
-        part = ContextTable(entries[some], seq_lens[some])
+        chunk = slice(first, first + count)
+        part = ContextTable(entries[chunk], seq_lens[chunk])
         return _Whole(part, self._block, self._depth, self._kv)
 
     def _one_request(
@@ -72,14 +72,14 @@ class TorchAttention:
     ) -> Tensor:
         """`[1, B, H, D]` for the request `at`, its context in pieces of `width` columns."""
         entries, seq_lens = (part[at : at + 1] for part in self._table)
-        kind, none = self._layers[layer], entries[:, :0]
+        attention, none = self._layers[layer], entries[:, :0]
         softmax = RunningSoftmax(q[0], groups=q.shape[2] // k.shape[2])
         # The block first: each of its positions sees itself, so no maximum stays at -inf.
-        softmax.add(k[0], v[0], visibility(kind, none, seq_lens, none >= 0, self._block)[0])
+        softmax.add(k[0], v[0], visibility(attention, none, seq_lens, none >= 0, self._block)[0])
         for first, count in pieces(entries.shape[1], width):
             part = entries[0, first : first + count]
-            positions = context_positions(seq_lens, count, kind.reach, first)
-            seen = visibility(kind, positions, seq_lens, part[None] >= 0, self._block)
+            positions = context_positions(seq_lens, count, attention.reach, first)
+            seen = visibility(attention, positions, seq_lens, part[None] >= 0, self._block)
             old = self._kv[layer:].index_select(0, _rows(part, self._depth, len(self._kv)))
             softmax.add(old[:, 0], old[:, 1], seen[0, :, :count])
         return softmax.result().to(q.dtype)[None]
@@ -98,22 +98,24 @@ class _Whole:
         self._copy = kv.new_empty(len(self._rows), *kv.shape[1:])
         self._masks: dict[LayerAttention, Tensor] = {}
 
-    def attend(self, layer: int, kind: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, attention: LayerAttention, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         torch.index_select(self._kv[layer:], 0, self._rows, out=self._copy)
         columns = self._table.entries.shape[1] + self._block
         both = self._copy.unflatten(0, (len(q), columns)).to(q.dtype)  # [R, C + B, 2, G, D]
         both[:, -self._block :, 0] = k
         both[:, -self._block :, 1] = v
-        if kind not in self._masks:
-            self._masks[kind] = self._mask(kind)
-        return torch_block_attention(q, both[:, :, 0], both[:, :, 1], self._masks[kind])
+        if attention not in self._masks:
+            self._masks[attention] = self._mask(attention)
+        return torch_block_attention(q, both[:, :, 0], both[:, :, 1], self._masks[attention])
 
-    def _mask(self, kind: LayerAttention) -> Tensor:
+    def _mask(self, attention: LayerAttention) -> Tensor:
         entries, seq_lens = self._table
         positions = entries
-        if kind.sliding_window is not None:  # others do not look at them
-            positions = context_positions(seq_lens, entries.shape[1], kind.reach)
-        return visibility(kind, positions, seq_lens, entries >= 0, self._block)
+        if attention.sliding_window is not None:  # others do not look at them
+            positions = context_positions(seq_lens, entries.shape[1], attention.reach)
+        return visibility(attention, positions, seq_lens, entries >= 0, self._block)
 
 
 def _rows(entries: Tensor, depth: int, rows: int) -> Tensor:

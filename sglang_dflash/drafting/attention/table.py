@@ -76,13 +76,13 @@ def fill_table(
     for first, width in pieces(entries.shape[1], PIECE // max(1, len(entries))):
         positions = context_positions(seq_lens.long(), width, reach, first)
         visible = positions < ends
-        found = req_to_token[rows[:, None], positions.clamp(max=last)].where(visible, 0)
+        piece = req_to_token[rows[:, None], positions.clamp(max=last)].where(visible, 0)
         if tags is not None:
-            slots, found = found, tags.entry_of[found]
-            visible &= tags.owner[found] == slots
-            used = found.where(visible, len(tags.in_use) - 1)
+            slots, piece = piece, tags.entry_of[piece]
+            visible &= tags.owner[piece] == slots
+            used = piece.where(visible, len(tags.in_use) - 1)
             tags.in_use.index_fill_(0, used.flatten().long(), True)
-        entries[:, first : first + width] = found.where(visible, -1)
+        entries[:, first : first + width] = piece.where(visible, -1)
     if tags is not None:
         tags.in_use[-1:].fill_(False)
 

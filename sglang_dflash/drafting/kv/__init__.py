@@ -72,15 +72,15 @@ class DraftKVCache:
         return self.tags is not None
 
     def place(
-        self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
+        self, target_slots: Tensor, keep: Tensor | None = None, fair_share: int | None = None
     ) -> Tensor:
         """Enter tokens in order; the caller stores their K/V. If not all fit, the last ones stay.
 
         Args:
             target_slots: `[N]`, distinct among the kept ones.
             keep: bool `[N]`; a token that is not kept is marked dead. None keeps all.
-            quota: entries that these tokens may take beyond the unused ones' number: the larger of
-                the two counts. None takes as many as needed.
+            fair_share: entries that these tokens may take although fewer are unused. None takes as
+                many as needed.
 
         Returns:
             int64 `[N]`, distinct entry numbers; -1 for a token that is not to be stored.

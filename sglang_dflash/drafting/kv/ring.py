@@ -38,13 +38,13 @@ class RingKVCache(DraftKVCache):
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
 
     def place(
-        self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
+        self, target_slots: Tensor, keep: Tensor | None = None, fair_share: int | None = None
     ) -> Tensor:
         padding, (entry_of, owner, in_use) = self.num_entries, self.tags
         unused = ~in_use[: self.num_entries]
         limit: Tensor | int = self.num_entries
-        if quota is not None:
-            limit = unused.sum().clamp(min=quota, max=self.num_entries)
+        if fair_share is not None:
+            limit = unused.sum().clamp(min=fair_share, max=self.num_entries)
         keep = torch.ones_like(target_slots, dtype=torch.bool) if keep is None else keep
         order = keep.cumsum(0)  # 1 for the first kept token
         total = order[-1:]

@@ -26,9 +26,9 @@ class TaggedKVCache(DraftKVCache):
         self.tags = Tags(dead, owner, in_use)
 
     def place(
-        self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
+        self, target_slots: Tensor, keep: Tensor | None = None, fair_share: int | None = None
     ) -> Tensor:
-        entries = super().place(target_slots, keep, quota)
+        entries = super().place(target_slots, keep, fair_share)
         kept = torch.where(entries < 0, self.num_entries, entries)
         self.tags.entry_of[target_slots] = kept.int()
         return entries

@@ -188,7 +188,7 @@ class HostTier:
             keep = self._turns[at] == turn
             # A slot that is another token's by now stays as it is.
             at = torch.where(keep, at, PADDING_SLOT)
-            entries = group.cache.place(at, keep, self._quota(group))
+            entries = group.cache.place(at, keep, self._fair_share(group))
             _raw(group.cache.kv)[entries] = rows
             yield len(rows)
         self.loaded_draft += max(map(len, chosen), default=0)
@@ -196,15 +196,15 @@ class HostTier:
     def _chosen(self, group: KVGroup, live: Tensor) -> Tensor:
         """Return the tokens of a prefix to load, int64, of those that the host has, bool `[N]`. Of
         each part of the prefix that was copied to the host, only the last tokens may be there."""
-        tokens, quota = live.nonzero()[:, 0], self._quota(group)
-        if quota is None or len(tokens) <= quota:
+        tokens, fair_share = live.nonzero()[:, 0], self._fair_share(group)
+        if fair_share is None or len(tokens) <= fair_share:
             return tokens
         # The first ones may be sinks.
         sinks = group.reach.sinks
-        return torch.cat((tokens[:sinks], tokens[sinks - quota :]))
+        return torch.cat((tokens[:sinks], tokens[sinks - fair_share :]))
 
-    def _quota(self, group: KVGroup) -> int | None:
-        return group.quota(1, self._running) if group.reach.is_bounded else None
+    def _fair_share(self, group: KVGroup) -> int | None:
+        return group.fair_share(1, self._running) if group.reach.is_bounded else None
 
 
 def _one_ahead(begun: Iterator[T]) -> Iterator[T]:

@@ -13,7 +13,7 @@ from sglang_dflash.drafting.acceptance_length import (
     VerifySteps,
 )
 from sglang_dflash.drafting.draft_counters import DraftCounters, DraftCounts
-from sglang_dflash.drafting.options import Notice
+from sglang_dflash.drafting.options import Finding
 from sglang_dflash.facts.log import Log
 
 logger = Log(__name__)
@@ -85,7 +85,7 @@ class DraftWatch:
         self,
         counters: DraftCounters,
         draft_kv_entries: int,
-        notices: Sequence[Notice] = (),
+        warnings: Sequence[Finding] = (),
         speaks: bool = True,
         verdict: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -93,7 +93,7 @@ class DraftWatch:
         Args:
             counters: the drafter's.
             draft_kv_entries: for the message.
-            notices: what was warned of at start-up, the likeliest causes of a low acceptance.
+            warnings: what was warned of at start-up, the likeliest causes of a low acceptance.
             speaks: whether to log; of the ranks of one server, one should.
             verdict: in words, that drafts do not pay; asked every `JUDGED_STEPS` until they do not.
         """
@@ -103,7 +103,7 @@ class DraftWatch:
         self._steps = 0
         self._warned_of_context = False
         self._verdict, self._unjudged = verdict, 0
-        self._known = "".join(f"; first of all, {found.problem}" for found in notices)
+        self._known = "".join(f"; first of all, {warning.problem}" for warning in warnings)
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         """Take in what live requests got from one decode step."""

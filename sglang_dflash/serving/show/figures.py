@@ -13,7 +13,7 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.machine import hardware, version
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import Notice, ResolvedOptions
+from sglang_dflash.drafting.options import Finding, ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.drafting.width import WidthPolicy
@@ -78,7 +78,7 @@ SET_UP = (
 )
 # What steps change, and what the log has on lines of its own.
 COUNTS = (
-    Figure("warnings", lambda s: [found._asdict() for found in s.notices]),
+    Figure("warnings", lambda s: [warning._asdict() for warning in s.warnings]),
     Figure("draft_kv_live_share", lambda s: round(min(c.live_share() for c in s.caches), 4)),
     Figure("verify_steps", lambda s: s.counts.drafted.steps,
            "verify_steps", "Verify steps, one per live request and forward."),
@@ -198,7 +198,7 @@ class Figures:
         rollback: of recurrent layers; None without them.
         times: of decode steps.
         labels: of this process's series in /metrics; None for none.
-        notices: what was warned of at start-up.
+        warnings: what was warned of at start-up.
     """
 
     worker: str
@@ -217,7 +217,7 @@ class Figures:
     policy: WidthPolicy
     width_steps: Mapping[int, int]
     labels: Mapping[str, Any] | None = None
-    notices: Sequence[Notice] = ()
+    warnings: Sequence[Finding] = ()
     counts: AcceptanceCounts = field(init=False)
     watch: DraftWatch = field(init=False)
     times: StepTimes = field(init=False)
@@ -227,7 +227,7 @@ class Figures:
         self.times = StepTimes()
         counters, speaks = self.drafter.counters, self.tp.rank == 0
         self.watch = DraftWatch(
-            counters, self.draft_kv_entries, self.notices, speaks, self.not_paying
+            counters, self.draft_kv_entries, self.warnings, speaks, self.not_paying
         )
         self._series = None if self.labels is None else Series(self, self.labels)
         show_info(self.labels, server.labels(self.describe()))

@@ -108,9 +108,9 @@ class DFlashSpecWorker(BaseSpecWorker):
         reserved = memory.plan_memory(plan, runner.model_config)
         memory.note_plan(runner, reserved)
         self._plan, self._memory = plan, reserved.needed
-        self._notices = plan.notices(self._names)
-        for notice in self._notices:
-            logger.warning("%s", notice)
+        self._warnings = plan.warnings(self._names)
+        for warning in self._warnings:
+            logger.warning("%s", warning)
         sampling.warn_of_simulation()
 
     def _allocate(self, requests: Any, allocator: Any) -> Proposer:
@@ -201,7 +201,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             pages=self._pages,
             rollback=plan.rollback,
             policy=widths.policy,
-            notices=self._notices,
+            warnings=self._warnings,
             width_steps=widths.steps,
             labels=metric_labels(),
         )

@@ -19,7 +19,7 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import PLAIN_STEPS, Notice, ResolvedOptions
+from sglang_dflash.drafting.options import PLAIN_STEPS, Finding, ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import check_attention, check_ops
 from sglang_dflash.drafting.width import WidthPolicy
@@ -82,9 +82,9 @@ class Plan:
         what it sends may be in their slots before they are absorbed."""
         return 1 if self.disaggregated else PLAIN_STEPS
 
-    def notices(self, names: Mapping[str, str]) -> list[Notice]:
-        """Return notices about settings that are served but probably a mistake; `names`: setting ->
-        what the user types for it."""
+    def warnings(self, names: Mapping[str, str]) -> list[Finding]:
+        """Return findings about settings that are served but probably a mistake; `names`: setting
+        -> what the user types for it."""
         is_fixed = len(self.policy.widths) == 1
         return self.options.warnings(self.model.config, names, is_fixed)
 

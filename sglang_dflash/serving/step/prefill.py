@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.attention.visibility import ever_visible
-from sglang_dflash.drafting.groups import KVGroup, Written
+from sglang_dflash.drafting.groups import ContextWrite, KVGroup
 from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
 
@@ -82,7 +82,7 @@ class PromptWrites(NamedTuple):
     kept: Tensor | slice
     positions: Tensor
     slots: Tensor
-    written: Sequence[Written]
+    written: Sequence[ContextWrite]
 
     def features(self, target_hidden: Tensor) -> Tensor:
         """The rows `[M, F * E]` to write, of the forward's hidden states `[>= N, F * E]`."""
@@ -120,7 +120,7 @@ def place_prompt(
     kept, parts = tokens.to_write(groups)
     kept = there(kept)
     written = [
-        Written(there(some), group.quota(len(batch.reqs), running))
+        ContextWrite(there(some), group.fair_share(len(batch.reqs), running))
         for group, some in zip(groups, parts, strict=True)
     ]
     return PromptWrites(len(slots), kept, positions[kept], slots[kept], written)

@@ -18,8 +18,8 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.drafting.groups import clear
-from sglang_dflash.drafting.plain_context import PlainContext
-from sglang_dflash.drafting.sampled_drafts import Guesses, SampledDrafts
+from sglang_dflash.drafting.pending_context import PendingContext
+from sglang_dflash.drafting.sampled_drafts import DraftsByRule, SampledDrafts
 from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.hybrid.rollback import Rollback
@@ -90,7 +90,7 @@ class DFlashWorker:
 
     def __post_init__(self) -> None:
         self._offsets = torch.arange(self.verify_block, device=self.req_to_token.device)
-        self._plain_context = PlainContext(self.drafter, self.waiting_steps)
+        self._pending_context = PendingContext(self.drafter, self.waiting_steps)
         self._sampled_drafts = SampledDrafts(self.verify_block, self.req_to_token.device)
 
     def forward_batch_generation(
@@ -111,7 +111,7 @@ class DFlashWorker:
                     return self._decode(batch, publish, grammar_barrier)
             self._interrupted()
             self._follow_host(batch.out_cache_loc)
-            self._plain_context.absorb()
+            self._pending_context.absorb()
             return self._prefill(batch, publish, grammar_barrier, pp_proxy_tensors)
 
     def _prefill(
@@ -151,14 +151,14 @@ class DFlashWorker:
         self._follow_host(step.slots.flatten())
         self.observer.before_step(batch, step)
         with self.figures.times.phase("propose"):
-            block, guesses = self._propose(batch, step)
+            block, by_rule = self._propose(batch, step)
             if self.lookup is not None:
                 self.lookup.write(step.rows[:, None], step.positions, block)
         with self.figures.times.phase("verify"), self.target.at(step.width):
             target, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
-            self._sampled_drafts.learn(guesses, accepted)
+            self._sampled_drafts.learn(by_rule, accepted)
             if self.lookup is not None and step.width > 1:
                 self.lookup.learn(accepted)
         with self.figures.times.phase("commit"):
@@ -183,22 +183,22 @@ class DFlashWorker:
             slots = slots.masked_fill(positions >= ends[:, None], PADDING_SLOT)
         return Step(rows, seq_lens, positions, slots, ends)
 
-    def _propose(self, batch: ScheduleBatch, step: Step) -> tuple[Tensor, Guesses | None]:
+    def _propose(self, batch: ScheduleBatch, step: Step) -> tuple[Tensor, DraftsByRule | None]:
         """The step's tokens int64 `[R, width]`: each request's bonus token, then drafts. And of
         which drafts they were chosen; None if there was no choice."""
         bonus = batch.spec_info.bonus_tokens.long()
         if step.width == 1:
             return bonus[:, None], None
-        if self._plain_context.absorb():
+        if self._pending_context.absorb():
             self.widths.clock.begins_now()
         longest = int(host_lengths(batch).max())
         requests = RequestSlots(self.req_to_token, step.rows, step.seq_lens, longest)
         noise = sampling.block_noise(batch.sampling_info, step.seq_lens)
         drafted = self.drafter.propose(bonus, requests, noise, step.width)
-        block, guesses = self._sampled_drafts.choose(drafted, noise)
+        block, by_rule = self._sampled_drafts.choose(drafted, noise)
         if self.lookup is not None:
             block = self.lookup.fill(block, requests, step.width)
-        return self.ranks.drafts(block[:, : step.width].contiguous()), guesses
+        return self.ranks.drafts(block[:, : step.width].contiguous()), by_rule
 
     def _verify(
         self, batch: ScheduleBatch, step: Step, block: Tensor, barrier: Barrier | None
@@ -239,7 +239,7 @@ class DFlashWorker:
         replace_hidden_states(batch, output)
         if step.width == 1:
             requests = [request.rid for request in batch.reqs]
-            self._plain_context.add(requests, hidden, step.positions, step.slots)
+            self._pending_context.add(requests, hidden, step.positions, step.slots)
             return
         committed = self._offsets[: step.width] < accepted.lengths[:, None]
         self.drafter.absorb(
@@ -249,7 +249,7 @@ class DFlashWorker:
     def _follow_host(self, slots: Tensor) -> None:
         """Copies of draft K/V from and to host memory, before a forward writes to these slots."""
         tier = self.host_tier
-        if tier is not None and tier.follow(self._plain_context.absorb, slots):
+        if tier is not None and tier.follow(self._pending_context.absorb, slots):
             self.widths.clock.begins_now()
 
     def _interrupted(self) -> None:
@@ -297,6 +297,6 @@ class DFlashWorker:
     def clear(self) -> None:
         """Forget all context: SGLang empties its pools."""
         clear(self.drafter.groups)
-        self._plain_context.clear()
+        self._pending_context.clear()
         if self.host_tier is not None:
             self.host_tier.clear()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.options import PLAIN_STEPS
-from sglang_dflash.drafting.plain_context import PlainContext
+from sglang_dflash.drafting.pending_context import PendingContext
 
 
-class Waiting(PlainContext):
+class Waiting(PendingContext):
     """A plain context whose drafter keeps the calls of `absorb`."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Waiting(PlainContext):
         self.calls.append((hidden[:, 0].tolist(), positions.tolist(), slots.tolist()))
 
 
-def add(context: PlainContext, requests: list[str], step: int) -> Tensor:
+def add(context: PendingContext, requests: list[str], step: int) -> Tensor:
     rows = len(requests)
     hidden = torch.full((rows, 3), float(step))
     positions = torch.full((rows, 1), step)

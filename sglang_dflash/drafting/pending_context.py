@@ -15,7 +15,7 @@ from torch import Tensor
 from sglang_dflash.drafting.drafter import Proposer
 
 
-class PlainContext:
+class PendingContext:
     """Hidden states of plain decoding steps that the drafter has not absorbed yet.
 
     A slot may only be written while it is the same token's. It can become another's when the batch
