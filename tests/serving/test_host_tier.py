@@ -72,10 +72,10 @@ def test_what_was_backed_up_comes_back(
     tier, cache = of(CACHES[kind](dtype))
     write(cache, at(1, 2, 3), [1.0, 2.0, 3.0])
     tier.plan_backup(at(1, 2, 9, 3), at(30, 31, 32, 33), HOST)
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     write(cache, at(1, 2, 3, 5, 6, 7, 8), [-1.0] * 7)
     tier.plan_load(at(30, 31, 32, 33), at(5, 6, 7, 8))
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, at(5, 6, 7, 8)) == [1.0, 2.0, None, 3.0]
     assert (tier.loaded, tier.loaded_draft) == (4, 3)
 
@@ -90,11 +90,11 @@ def test_of_another_token_nothing_is_read(kind: str) -> None:
             tier.plan_backup(at(1, 2), at(30, 31), HOST)
             tier.plan_loss(at(31))
         tier.plan_load(at(30, 31), at(3, 4))
-        tier.follow(nothing)
+        tier.run_copies(nothing)
         assert read(cache, at(3, 4)) == [-1.0 if filled else None, None]
     tier.clear()
     tier.plan_load(at(30, 31), at(3, 4))
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, at(3, 4)) == [None, None]
 
 
@@ -105,7 +105,7 @@ def test_of_every_part_of_a_prefix_the_last_tokens_come_back() -> None:
     tier.plan_backup(at(1, 2, 3), at(30, 31, 32), HOST)
     tier.plan_backup(at(4, 5, 6), at(33, 34, 35), HOST)
     tier.plan_load(at(30, 31, 32, 33, 34, 35), at(11, 12, 13, 14, 15, 16))
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, at(11, 12, 13, 14, 15, 16)) == [None, 2.0, 3.0, None, 5.0, 6.0]
 
 
@@ -117,7 +117,7 @@ def test_sinks_come_back_if_not_everything_fits() -> None:
         write(cache, at(*part), [float(slot) for slot in part])
         tier.plan_backup(at(*part), torch.arange(first, first + 4), HOST)
     tier.plan_load(torch.arange(30, 38), torch.arange(11, 19))
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, torch.arange(11, 19)) == [1.0, 2.0, None, None, 5.0, 6.0, 7.0, 8.0]
     # A ring of 12 entries, of which a request may take half.
     assert (tier.loaded, tier.loaded_draft) == (8, 6)
@@ -131,7 +131,7 @@ def test_host_memory_is_taken_as_it_is_write_kv() -> None:
     write(cache, at(1, 2), [1.0, 2.0])
     before, pool = resident(), 1 << 25
     tier.plan_backup(at(1, 2), at(30, 31), pool)
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     # A token's K/V is 8 bytes, and a byte tells whether it lives.
     assert resident() - before < pool * 2
 
@@ -145,7 +145,7 @@ def test_copies_are_made_in_the_order_of_sglangs_plans() -> None:
     tier.plan_backup(at(2), at(31), HOST)
     tier.plan_load(at(31), at(3))
     assert read(cache, at(2, 3)) == [2.0, None]
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, at(1, 2, 3)) == [1.0, 1.0, 1.0]
 
 
@@ -178,10 +178,10 @@ def test_a_load_waits_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) ->
     write(cache, at(1, 2), [1.0, 2.0])
     tier.plan_backup(at(1, 2), at(30, 31), HOST)
     tier.plan_loss(at(31))
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert not events[0].reached
     tier.plan_load(at(30, 31), at(5, 6))
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert events[0].reached and read(cache, at(5, 6)) == [1.0, None]
 
 
@@ -207,7 +207,7 @@ def test_a_server_that_sends_draft_kv_sends_nothing_of_a_slots_last_owner() -> N
     tier.plan_backup(at(1, 2), at(30, 31), HOST)
     tier.plan_loss(at(31))
     tier.plan_load(at(30, 31), at(5, 6))
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, at(5, 6, 7)) == [1.0, None, 5.0]
     assert cache.kv[6].float().eq(0).all()
 
@@ -248,11 +248,11 @@ def test_sglang_tells_the_tier() -> None:
     named = {"host_indices": kept, "node_id": 1, "extra_pools": None}
     slots = theirs("load")(controller, **named)
     host_tier.loads(slots, controller, **named)
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, slots) == [1.0, 2.0]
     host_tier.reads_storage(at(31), controller, None, 1)
     host_tier.loads(slots, controller, **named)
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, slots) == [1.0, None]
     # Of a worker that has no tier.
     del allocator.dflash_host_tier

@@ -114,15 +114,15 @@ def test_memory_on_the_way_does_not_grow_with_the_prefix(
     tier, slots = HostTier([group(cache, Reach())], running=1), torch.arange(tokens)
     # The host's own pool is no memory on the way.
     tier.plan_backup(slots[:1], slots[:1], tokens)
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     with Alive() as alive:
         tier.plan_backup(slots, slots, tokens)
-        tier.follow(nothing)
+        tier.run_copies(nothing)
         # The rows of a piece, and some numbers of each.
         assert alive.most < 16 * (32 + 64)
         assert len(events) > tokens // 16 and not events[-1].reached
     tier.plan_load(slots, slots + tokens)
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, slots + tokens) == read(cache, slots)
 
 
@@ -132,11 +132,11 @@ def test_a_slot_that_is_used_again_before_its_copy_is_not_copied(kind: str) -> N
     write(cache, torch.arange(1, 9), [float(slot) for slot in range(1, 9)])
     tier.plan_backup(torch.arange(1, 9), torch.arange(30, 38), HOST)
     # A piece, and one more for the forward's token.
-    tier.follow(nothing, at(5, 6))
+    tier.run_copies(nothing, at(5, 6))
     write(cache, at(5, 6), [-1.0, -1.0])
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     tier.plan_load(torch.arange(30, 38), torch.arange(11, 19))
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, torch.arange(11, 19)) == [1.0, 2.0, 3.0, 4.0, None, None, 7.0, 8.0]
 
 
@@ -146,14 +146,14 @@ def test_a_slot_that_is_used_again_before_it_is_loaded_is_left_alone(kind: str) 
     tier, cache = of(CACHES[kind](torch.float32))
     write(cache, at(1, 2, 3, 4, 5, 6), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     tier.plan_backup(at(1, 2, 3, 4, 5, 6), torch.arange(30, 36), HOST)
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     write(cache, torch.arange(11, 17), [-1.0] * 6)
     tier.plan_load(torch.arange(30, 36), torch.arange(11, 17))
     # Two pieces, the last tokens first.
-    tier.follow(nothing, at(12, 13))
+    tier.run_copies(nothing, at(12, 13))
     assert read(cache, torch.arange(11, 17)) == [None, None, 3.0, 4.0, 5.0, 6.0]
     write(cache, at(12, 13), [-2.0, -2.0])
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, torch.arange(11, 17)) == [1.0, -2.0, -2.0, 4.0, 5.0, 6.0]
 
 
@@ -164,9 +164,9 @@ def test_slots_of_copies_that_wait_are_dead_at_once() -> None:
     tier.plan_backup(torch.arange(1, 9), torch.arange(30, 38), HOST)
     write(cache, at(11, 12), [-1.0, -1.0])
     tier.plan_load(at(30, 31), at(11, 12))
-    tier.follow(nothing, NO_SLOTS)
+    tier.run_copies(nothing, NO_SLOTS)
     assert read(cache, at(11, 12)) == [None, None]
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, at(11, 12)) == [1.0, 1.0]
 
 
@@ -175,13 +175,13 @@ def test_host_slots_that_are_evicted_while_their_rows_land(events: list[Arrival]
     tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
     write(cache, at(1, 2, 3, 4), [1.0, 2.0, 3.0, 4.0])
     tier.plan_backup(at(1, 2, 3), at(30, 31, 32), HOST)
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     tier.plan_backup(at(4, 9), at(30, 31), HOST)
     tier.plan_loss(at(32))
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert not any(event.reached for event in events)
     tier.plan_load(at(30, 31, 32), at(11, 12, 13))
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, at(11, 12, 13)) == [4.0, None, None]
 
 
@@ -190,11 +190,11 @@ def test_after_a_flush_nothing_lands(events: list[Arrival]) -> None:
     tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
     write(cache, torch.arange(1, 9), [1.0] * 8)
     tier.plan_backup(torch.arange(1, 9), torch.arange(30, 38), HOST)
-    tier.follow(nothing, NO_SLOTS)
+    tier.run_copies(nothing, NO_SLOTS)
     assert len(events) == 1
     tier.clear()
     tier.plan_load(torch.arange(30, 38), torch.arange(11, 19))
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     assert read(cache, torch.arange(11, 19)) == [None] * 8 and len(events) == 1
 
 
@@ -204,7 +204,7 @@ def test_a_server_that_sends_draft_kv_leaves_nothing_for_later() -> None:
     write(cache, torch.arange(1, 9), [1.0] * 8)
     tier.plan_backup(torch.arange(1, 9), torch.arange(30, 38), HOST)
     tier.plan_load(torch.arange(30, 38), torch.arange(11, 19))
-    tier.follow(nothing, NO_SLOTS)
+    tier.run_copies(nothing, NO_SLOTS)
     assert read(cache, torch.arange(11, 19)) == [1.0] * 8
 
 
@@ -234,7 +234,7 @@ def test_no_slot_has_another_tokens_draft_kv(
                 tier.plan_load(at(*some), at(*there))
                 tokens |= {slot: hosts[h] for h, slot in zip(some, there, strict=True)}
         written = dice.sample(range(1, SLOTS), dice.randrange(1, 4))
-        tier.follow(nothing, at(*written))
+        tier.run_copies(nothing, at(*written))
         numbers = [newest := newest + 1 for _ in written]
         write(cache, at(*written), numbers)
         tokens |= dict(zip(written, numbers, strict=True))
@@ -249,16 +249,18 @@ def test_no_slot_has_another_tokens_draft_kv(
 def test_the_next_piece_is_gathered_while_the_forward_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls, fetch, bring = list[str](), Staging.fetch, Staging.bring
+    calls, fetch, to_device = list[str](), Staging.fetch, Staging.to_device
     monkeypatch.setattr(Staging, "fetch", lambda *a: (calls.append("fetch"), fetch(*a))[1])
-    monkeypatch.setattr(Staging, "bring", lambda *a: (calls.append("bring"), bring(*a))[1])
+    monkeypatch.setattr(
+        Staging, "to_device", lambda *a: (calls.append("to_device"), to_device(*a))[1]
+    )
     tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
     write(cache, torch.arange(1, 7), [1.0] * 6)
     tier.plan_backup(torch.arange(1, 7), torch.arange(30, 36), HOST)
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     tier.plan_load(torch.arange(30, 36), torch.arange(11, 17))
-    for expected in (["fetch", "fetch", "bring"], ["fetch", "bring"], ["bring"], []):
-        tier.follow(nothing, NO_SLOTS)
+    for expected in (["fetch", "fetch", "to_device"], ["fetch", "to_device"], ["to_device"], []):
+        tier.run_copies(nothing, NO_SLOTS)
         assert calls == expected
         calls.clear()
 
@@ -271,9 +273,9 @@ def test_the_host_waits_for_no_device(
     gpu, take = FakeCuda(), Staging._take
 
     def taken(*args: Any) -> Any:
-        part = take(*args)
-        gpu.pinned |= {part.rows.data_ptr(), part.numbers.data_ptr()}
-        return part
+        buffer = take(*args)
+        gpu.pinned |= {buffer.rows.data_ptr(), buffer.numbers.data_ptr()}
+        return buffer
 
     monkeypatch.setattr(Staging, "_take", taken)
     monkeypatch.setattr(staging, "_page_locked", lambda size, _: torch.zeros(size).byte())
@@ -285,14 +287,14 @@ def test_the_host_waits_for_no_device(
         gpu.crossings.clear()
         tier.plan_backup(slots, torch.arange(30, 38), HOST)
         for _ in range(4):
-            tier.follow(nothing, slots[:0])
+            tier.run_copies(nothing, slots[:0])
         out = len(gpu.crossings)
         assert out == 8 and not any(event.reached for event in events)
         tier._staging.wait()
-        tier._kept[0].live[30:38] = True
+        tier._host_kv[0].live[30:38] = True
         tier.plan_load(torch.arange(30, 38), slots)
         for _ in range(4):
-            tier.follow(nothing, slots[:0])
+            tier.run_copies(nothing, slots[:0])
         assert len(gpu.crossings) == 2 * out
         assert not any(crossing.waits for crossing in gpu.crossings)
 
@@ -302,10 +304,10 @@ def test_what_the_thread_raises_ends_a_step() -> None:
     write(cache, at(1), [1.0])
     # A host slot that the pool does not have.
     tier.plan_backup(at(1), at(HOST), HOST)
-    tier.follow(nothing)
+    tier.run_copies(nothing)
     tier.plan_load(at(HOST - 1), at(2))
     with pytest.raises(IndexError):
-        tier.follow(nothing)
+        tier.run_copies(nothing)
 
 
 def test_its_thread_ends_with_it() -> None:
@@ -313,8 +315,8 @@ def test_its_thread_ends_with_it() -> None:
     before = {thread for thread in threading.enumerate() if "dflash-host-tier" in thread.name}
     write(cache, at(1), [1.0])
     tier.plan_backup(at(1), at(30), HOST)
-    tier.follow(nothing)
-    tier.follow(nothing)
+    tier.run_copies(nothing)
+    tier.run_copies(nothing)
     (mine,) = {t for t in threading.enumerate() if "dflash-host-tier" in t.name} - before
     del tier
     gc.collect()
@@ -338,8 +340,8 @@ cache.place(slots)
 tier = HostTier([KVGroup(SimpleNamespace(reach=Reach()), cache, None)], running=1)
 for first in (0, 4000):
     tier.plan_backup(slots, slots + first, 8000)
-tier.follow(lambda: None, slots[:1000])
-tier._staging.land()
+tier.run_copies(lambda: None, slots[:1000])
+tier._staging.poll()
 print(bool(tier._begun), "ends")
 """
     ran = subprocess.run(

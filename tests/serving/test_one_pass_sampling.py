@@ -148,14 +148,14 @@ def test_logits_are_read_once() -> None:
 def test_deterministic_inference_has_sglangs_own() -> None:
     """It promises the tokens of SGLang alone; on a CPU they are SGLang's anyway."""
     gpu, on, off = TritonOps(), made(sglangs.Sampler, True), made(sglangs.Sampler, False)
-    assert build.one_pass(gpu, on) is None and build.one_pass(TorchOps(), off) is None
-    assert build.one_pass(gpu, off) == gpu.largest
+    assert build.fused_sampler(gpu, on) is None and build.fused_sampler(TorchOps(), off) is None
+    assert build.fused_sampler(gpu, off) == gpu.largest
 
 
 def test_a_sampler_of_the_operators_own_samples() -> None:
     """SGLang makes it of `register_sampler_backend`."""
     own = type("Own", (sglangs.Sampler,), {})
-    assert build.one_pass(TritonOps(), made(own, False)) is None
+    assert build.fused_sampler(TritonOps(), made(own, False)) is None
 
 
 def made(kind: Any, is_deterministic: bool) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.drafting.groups import KVGroup
-from sglang_dflash.serving.fleet.staging import Part, Staging
+from sglang_dflash.serving.fleet.staging import Staging, StagingBuffer
 
 # Tokens that are copied at a time, at most: device memory beyond what is reserved stays small.
 PIECE = 4096
@@ -33,7 +33,7 @@ _TIER = "dflash_host_tier"
 T = TypeVar("T")
 
 
-class Kept(NamedTuple):
+class HostKV(NamedTuple):
     """Draft K/V of one group in host memory, by slot of SGLang's host pool.
 
     Attributes:
@@ -65,20 +65,20 @@ class HostTier:
         if tags is None:
             raise ValueError("groups: every token has draft K/V; tags are required")
         self._staging = Staging(tags.entry_of.device)
-        self._kept: list[Kept] = []
+        self._host_kv: list[HostKV] = []
         self._planned: deque[Callable[[], Iterator[int]]] = deque()
-        # Copies that have a turn, as what is left of them. By slot, the turn of the last copy from
-        # or to it; 0 if a forward has written to it since.
+        # The rest of each copy that has begun. `_generation` numbers the copies; by slot, the one
+        # that claimed it last, 0 if a forward has written to it since.
         self._begun: deque[Iterator[int]] = deque()
-        self._turns, self._turn = torch.zeros_like(tags.entry_of), 0
+        self._generations, self._generation = torch.zeros_like(tags.entry_of), 0
         self.loaded = self.loaded_draft = 0
 
     def attach(self, allocator: Any) -> None:
         """Let SGLang's copies from and to the slots of that allocator find this tier."""
         setattr(allocator, _TIER, self)
 
-    def follow(self, absorb: Callable[[], Any], slots: Tensor | None = None) -> bool:
-        """Do what was planned. To be called on the forward's stream, before it writes or reads
+    def run_copies(self, absorb: Callable[[], Any], slots: Tensor | None = None) -> bool:
+        """Copy what was planned. To be called on the forward's stream, before it writes or reads
         draft K/V. Returns whether there was anything.
 
         Args:
@@ -86,7 +86,7 @@ class HostTier:
             slots: int64 `[N]`, where the forward will write. As many tokens are copied, and a piece
                 more; the others before later forwards. None copies all that was planned.
         """
-        self._staging.land()
+        self._staging.poll()
         if not (self._begun or self._planned):
             return False
         if self._planned:
@@ -107,15 +107,15 @@ class HostTier:
             # The forward must not read what these slots held, nor be overwritten by a late copy.
             self._begun.append(self._planned.popleft()())
         if self._begun and slots is not None:
-            self._turns.index_fill_(0, slots, 0)
+            self._generations.index_fill_(0, slots, 0)
         return True
 
     def clear(self) -> None:
         """SGLang empties its pools."""
         self._planned.clear()
         self._begun.clear()
-        for kept in self._kept:
-            self._staging.then(kept.live.zero_)
+        for host_kv in self._host_kv:
+            self._staging.enqueue(host_kv.live.zero_)
 
     def plan_backup(self, slots: Tensor, host_slots: Tensor, pool_size: int) -> None:
         """K/V of tokens goes from device to host slots, both int64 `[N]`, in the tokens' order."""
@@ -130,62 +130,64 @@ class HostTier:
         """Host slots get tokens that have no draft K/V: from storage."""
         self._planned.append(partial(self._lose, host_slots))
 
-    def _takes_turn(self, slots: Tensor) -> int:
+    def _claim(self, slots: Tensor) -> int:
         _used_here(slots)
-        self._turn += 1
-        self._turns.index_fill_(0, slots, self._turn)
-        return self._turn
+        self._generation += 1
+        self._generations.index_fill_(0, slots, self._generation)
+        return self._generation
 
     def _piece(self, group: KVGroup) -> int:
         return min(PIECE, Staging.most_rows(group.cache.kv[0]))
 
     def _back_up(self, slots: Tensor, host_slots: Tensor, pool_size: int) -> Iterator[int]:
-        if not self._kept:
-            self._kept = [_empty(_raw(group.cache.kv), pool_size) for group in self._groups]
-        return self._pieces_out(slots, host_slots.cpu(), self._takes_turn(slots))
+        if not self._host_kv:
+            self._host_kv = [_empty(_raw(group.cache.kv), pool_size) for group in self._groups]
+        return self._pieces_out(slots, host_slots.cpu(), self._claim(slots))
 
-    def _pieces_out(self, slots: Tensor, host_slots: Tensor, turn: int) -> Iterator[int]:
+    def _pieces_out(self, slots: Tensor, host_slots: Tensor, generation: int) -> Iterator[int]:
         yield from self._lose(host_slots)
-        for group, kept in zip(self._groups, self._kept, strict=True):
-            some, there = (of[_last(group)].split(self._piece(group)) for of in (slots, host_slots))
-            for piece, at in zip(some, there, strict=True):
+        for group, host_kv in zip(self._groups, self._host_kv, strict=True):
+            pieces, host_pieces = (
+                indices[_last(group)].split(self._piece(group)) for indices in (slots, host_slots)
+            )
+            for piece, at in zip(pieces, host_pieces, strict=True):
                 entries, live = group.cache.find(piece)
-                live &= self._turns[piece] == turn
+                live &= self._generations[piece] == generation
                 rows = _raw(group.cache.kv)[entries]
-                self._staging.send(rows, live, partial(_keep, kept, at))
+                self._staging.send(rows, live, partial(_keep, host_kv, at))
                 yield len(piece)
 
     def _lose(self, host_slots: Tensor) -> Iterator[int]:
-        for kept in self._kept:
-            self._staging.then(partial(kept.live.index_fill_, 0, host_slots.cpu(), False))
+        for host_kv in self._host_kv:
+            self._staging.enqueue(partial(host_kv.live.index_fill_, 0, host_slots.cpu(), False))
         yield from ()
 
     def _load(self, host_slots: Tensor, slots: Tensor) -> Iterator[int]:
-        turn = self._takes_turn(slots)
+        generation = self._claim(slots)
         for group in self._groups:
             # What these slots held before must not be read.
             group.cache.forget(slots)
             if self._sends:
                 # Nor be sent: of a token without draft K/V, zeros are.
                 _raw(group.cache.kv)[slots] = 0
-        return self._pieces_in(host_slots.cpu(), slots, turn)
+        return self._pieces_in(host_slots.cpu(), slots, generation)
 
-    def _pieces_in(self, host_slots: Tensor, slots: Tensor, turn: int) -> Iterator[int]:
+    def _pieces_in(self, host_slots: Tensor, slots: Tensor, generation: int) -> Iterator[int]:
         self._staging.wait()
-        together = list(zip(self._groups, self._kept, strict=bool(self._kept)))
-        chosen = [self._chosen(group, kept.live[host_slots]) for group, kept in together]
+        pairs = list(zip(self._groups, self._host_kv, strict=bool(self._host_kv)))
+        chosen = [self._chosen(group, host_kv.live[host_slots]) for group, host_kv in pairs]
 
-        def fetched() -> Iterator[tuple[KVGroup, Part]]:
-            for (group, kept), tokens in zip(together, chosen, strict=True):
+        def fetched() -> Iterator[tuple[KVGroup, StagingBuffer]]:
+            for (group, host_kv), tokens in zip(pairs, chosen, strict=True):
                 pieces = tokens.split(self._piece(group)) if len(tokens) else ()
                 # Drafts need the last tokens most. But what a ring gets last stays longest.
-                for some in pieces if group.reach.is_bounded else reversed(pieces):
-                    yield group, self._staging.fetch(kept.kv, host_slots[some], some)
+                for piece in pieces if group.reach.is_bounded else reversed(pieces):
+                    yield group, self._staging.fetch(host_kv.kv, host_slots[piece], piece)
 
-        for group, part in _one_ahead(fetched()):
-            rows, there = self._staging.bring(part)
-            at = slots[there]
-            keep = self._turns[at] == turn
+        for group, buffer in _one_ahead(fetched()):
+            rows, tokens = self._staging.to_device(buffer)
+            at = slots[tokens]
+            keep = self._generations[at] == generation
             # A slot that is another token's by now stays as it is.
             at = torch.where(keep, at, PADDING_SLOT)
             entries = group.cache.place(at, keep, self._fair_share(group))
@@ -216,9 +218,9 @@ def _one_ahead(begun: Iterator[T]) -> Iterator[T]:
         yield held
 
 
-def _keep(kept: Kept, at: Tensor, rows: Tensor, live: Tensor) -> None:
-    kept.kv[at[live]] = rows[live]
-    kept.live[at[live]] = True
+def _keep(host_kv: HostKV, at: Tensor, rows: Tensor, live: Tensor) -> None:
+    host_kv.kv[at[live]] = rows[live]
+    host_kv.live[at[live]] = True
 
 
 def _last(group: KVGroup) -> slice:
@@ -227,9 +229,9 @@ def _last(group: KVGroup) -> slice:
     return slice(None) if tokens is None or sinks else slice(-tokens, None)
 
 
-def _empty(kv: Tensor, pool_size: int) -> Kept:
+def _empty(kv: Tensor, pool_size: int) -> HostKV:
     # Torch writes zeros, which would take the memory at once. Rows are read if they are live only.
-    return Kept(
+    return HostKV(
         torch.empty(pool_size, *kv.shape[1:], dtype=kv.dtype),
         torch.zeros(pool_size, dtype=torch.bool),
     )
@@ -270,7 +272,7 @@ def reads_storage(kept: Tensor | None, controller: Any, *_: Any, **__: Any) -> N
         _tell(controller, lambda tier: tier.plan_loss(kept))
 
 
-def _tell(controller: Any, what: Callable[[HostTier], None]) -> None:
+def _tell(controller: Any, action: Callable[[HostTier], None]) -> None:
     tier = getattr(controller.mem_pool_device_allocator, _TIER, None)
     if tier is not None:
-        what(tier)
+        action(tier)

@@ -44,12 +44,12 @@ def _paged(setting: Setting, kernel: PagedKernel) -> PagedAttention:
     )
 
 
-def _other_gpu(name: str, majors: Sequence[int], found: int) -> ConfigError:
+def _other_gpu(name: str, majors: Sequence[int], major: int) -> ConfigError:
     return ConfigError(
         "attention",
         name,
         f"it has kernels for GPUs of capability {' and '.join(map(str, majors))}, this one's is "
-        f"{found}; choose one of ['triton', 'torch']",
+        f"{major}; choose one of ['triton', 'torch']",
     )
 
 

@@ -151,8 +151,8 @@ class Series:
             if row.series:
                 names = [*labels, row.label] if row.label else [*labels]
                 more = {"multiprocess_mode": "mostrecent"} if row.goes_down else {}
-                kind: Any = Gauge if row.goes_down else Counter
-                metric = kind(f"sglang_dflash_{row.series}", row.help, names, **more)
+                metric_class: Any = Gauge if row.goes_down else Counter
+                metric = metric_class(f"sglang_dflash_{row.series}", row.help, names, **more)
                 self._metrics.append((row, metric))
         self.update(first=True)
 

@@ -161,7 +161,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, plan.device)
         widths = StepWidths(plan.policy, plan.tp, StepClock(plan.device))
-        largest = one_pass(plan.model.ops, runner.sampler)
+        largest = fused_sampler(plan.model.ops, runner.sampler)
         target_tokens = TargetTokens(runner.sampler, ranks, penalties, largest)
         target_tokens.warm_up(vocab_size, plan.device)
         return DFlashWorker(
@@ -271,7 +271,7 @@ def metric_labels() -> dict[str, Any] | None:
     return {**labels, **(observed.extra_metric_labels or {})}
 
 
-def one_pass(ops: TorchOps, sampler: Any) -> Largest | None:
+def fused_sampler(ops: TorchOps, sampler: Any) -> Largest | None:
     """Return our sampling kernel for whole distributions; None for SGLang's sampler: on CPUs, under
     deterministic inference, which promises the tokens of SGLang alone, and with a sampler of the
     operator's own (`register_sampler_backend`)."""

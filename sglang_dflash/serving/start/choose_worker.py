@@ -252,12 +252,12 @@ def _showing(reason: str, worker: type) -> type:
         with ends_the_server({}):
             worker.__init__(self, *args, **named)  # type: ignore[misc]
         spec = get_spec()
-        of = {
+        report = {
             "block_size": spec.speculative_num_draft_tokens,
             "window": spec.speculative_draft_window_size,
             "version": version("sglang-dflash"),
         }
-        show_info(metric_labels(), {**labels(of), "worker": BUILTIN})
+        show_info(metric_labels(), {**labels(report), "worker": BUILTIN})
 
     return type(worker.__name__, (worker,), {"builtin_reason": reason, "__init__": started})
 

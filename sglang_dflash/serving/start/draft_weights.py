@@ -159,17 +159,17 @@ class DraftWeights:
 
     def checked(self, named: Named) -> dict[str, Tensor]:
         """Tensors on the draft's device, by their plain names. Raises ConfigError."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for sent, value in named:
             name = plain_name(sent)
-            if name in found:
+            if name in tensors:
                 raise ConfigError(f"tensor {name} of the draft", required="given twice")
             # A tensor for each rank.
             by_rank = isinstance(value, LocalSerializedTensor)
             tensor = value.get(self._model.tp.rank) if by_rank else value
-            found[name] = tensor.to(self._model.device)
-        check_new(self._model, found)
-        return found
+            tensors[name] = tensor.to(self._model.device)
+        check_new(self._model, tensors)
+        return tensors
 
     def replace(self, tensors: dict[str, Tensor]) -> None:
         """Replace the weights by `checked` tensors."""
@@ -275,12 +275,12 @@ def split(named: Any) -> tuple[list[tuple[str, Any]], Any]:
         bucket = named["metadata"]
         ours = [entry for entry in bucket if entry.name.startswith(MARK)]
         theirs = [entry for entry in bucket if not entry.name.startswith(MARK)]
-        found = unpacked({**named, "metadata": ours}) if ours else []
+        draft_tensors = unpacked({**named, "metadata": ours}) if ours else []
         others: Any = {**named, "metadata": theirs} if theirs else {}
     else:
-        found = [pair for pair in named if pair[0].startswith(MARK)]
+        draft_tensors = [pair for pair in named if pair[0].startswith(MARK)]
         others = [pair for pair in named if not pair[0].startswith(MARK)]
-    return [(name.removeprefix(MARK), value) for name, value in found], others
+    return [(name.removeprefix(MARK), value) for name, value in draft_tensors], others
 
 
 def _has_marked(named: Any) -> bool:

@@ -302,15 +302,15 @@ def width_policy(server_args: Any, settings: Any, options: ResolvedOptions) -> W
     Raises:
         ConfigError: `adaptive` is given with a setting that excludes it.
     """
-    kind, excluded = (
+    policy, excluded = (
         ServerFlags.of(server_args).width,
         why_not_adaptive(settings, _device(settings)),
     )
-    if kind == "adaptive" and excluded is not None:
-        raise ConfigError(WIDTH_FLAG, kind, excluded)
-    if kind == "auto":
-        kind = "adaptive" if excluded is None and _device(settings) == "cpu" else "fixed"
-    if kind == "adaptive":
+    if policy == "adaptive" and excluded is not None:
+        raise ConfigError(WIDTH_FLAG, policy, excluded)
+    if policy == "auto":
+        policy = "adaptive" if excluded is None and _device(settings) == "cpu" else "fixed"
+    if policy == "adaptive":
         return AdaptiveWidth(options.adaptive_widths())
     return WidthPolicy(options.verify_block)
 

@@ -170,7 +170,7 @@ class Plan:
         """
         per_slot = TaggedKVCache if self.hierarchical else DraftKVCache
         scratch = rows * self.options.draft_block if self.backend.capabilities.scratch else 0
-        found, sized = [], self.draft_kv(self.running if running is None else running)
+        groups, sized = [], self.draft_kv(self.running if running is None else running)
         for layers, kv in zip(self.layer_groups, sized, strict=True):
             of_cache = layers.kv_shape(self.model.kv_shape), self.kv_dtype, self.device, scratch
             entries = kv.entries(kv_tokens)
@@ -180,8 +180,8 @@ class Plan:
             after = cache.num_entries + 1
             setting = self.setting(layers, rows, positions, after, cache.has_holes)
             attention = self.backend.make(self.model.config, setting)
-            found.append(KVGroup(layers, cache, attention))
-        return tuple(found)
+            groups.append(KVGroup(layers, cache, attention))
+        return tuple(groups)
 
     def check(self, groups: Sequence[KVGroup], rows: int) -> None:
         """Compare operations and attention with torch's, if they are not torch's.

@@ -22,11 +22,13 @@ def use_one_line() -> None:
     its tracebacks."""
     before = sys.excepthook  # Packages that SGLang imports set one, too.
 
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def show(
+        error_type: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, ConfigError):
             print(f"sglang-dflash: {error}", file=sys.stderr, flush=True)
         elif not isinstance(error, KeyboardInterrupt):
-            before(kind, error, trace)
+            before(error_type, error, trace)
 
     sys.excepthook = show
 

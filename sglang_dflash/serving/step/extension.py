@@ -93,6 +93,6 @@ def load_extension(path: str | None, target_worker: Any) -> Extension:
         raise ConfigError("extension", path, f"it cannot be imported ({error})") from error
     made = function(target_worker)
     if not isinstance(made, Extension):
-        kind = type(made).__name__
-        raise ConfigError("extension", path, f"it returned a {kind}, not an Extension")
+        returned = type(made).__name__
+        raise ConfigError("extension", path, f"it returned a {returned}, not an Extension")
     return made

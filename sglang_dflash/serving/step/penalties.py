@@ -18,7 +18,7 @@ from sglang_dflash.serving.step.batch import ScheduleBatch, record_stream
 from sglang_dflash.serving.step.penalty_counts import LENGTH, PENALIZERS
 
 
-class _Sum(NamedTuple):
+class _Penalty(NamedTuple):
     """One kind of penalty: of every token by now `[R, V]`, and of one output token `[R, 1]`."""
 
     by_now: Tensor
@@ -36,9 +36,9 @@ class _Stops(NamedTuple):
 class _Output(NamedTuple):
     """Penalties after the output before a block; None for a kind that no request has."""
 
-    frequency: _Sum | None
-    presence: _Sum | None
-    repetition: _Sum | None
+    frequency: _Penalty | None
+    presence: _Penalty | None
+    repetition: _Penalty | None
     stops: _Stops | None
 
     @classmethod
@@ -50,16 +50,20 @@ class _Output(NamedTuple):
             if penalizer.is_prepared()
         }
 
-        def fields(of: Any, *names: str) -> tuple[Tensor, ...]:
-            tensors = tuple(getattr(of, name) for name in names)
+        def fields(penalizer: Any, *names: str) -> tuple[Tensor, ...]:
+            tensors = tuple(getattr(penalizer, name) for name in names)
             for tensor in tensors:
                 # The scheduler may replace it before the device has read it.
                 record_stream(tensor)
             return tensors
 
-        def kind(name: str) -> _Sum | None:
-            of, known = prepared.get(name), PENALIZERS[name]
-            return None if of is None else _Sum(*fields(of, known.counts, known.penalty))
+        def penalty(name: str) -> _Penalty | None:
+            penalizer, names = prepared.get(name), PENALIZERS[name]
+            return (
+                None
+                if penalizer is None
+                else _Penalty(*fields(penalizer, names.counts, names.penalty))
+            )
 
         stops = prepared.get("BatchedMinNewTokensPenalizer")
         if stops is not None:
@@ -68,9 +72,9 @@ class _Output(NamedTuple):
             )
             stops = _Stops(penalties, least - length)
         return cls(
-            kind("BatchedFrequencyPenalizer"),
-            kind("BatchedPresencePenalizer"),
-            kind("BatchedRepetitionPenalizer"),
+            penalty("BatchedFrequencyPenalizer"),
+            penalty("BatchedPresencePenalizer"),
+            penalty("BatchedRepetitionPenalizer"),
             stops,
         )
 
@@ -141,9 +145,9 @@ def _terms(output: _Output) -> Tensor | float:
     """Return the terms that the output before the block adds to logits, `[R, V]`, without those of
     min_new_tokens."""
     terms: Tensor | float = 0.0
-    for kind in (output.frequency, output.presence):
-        if kind is not None:
-            terms = terms - kind.by_now
+    for penalty in (output.frequency, output.presence):
+        if penalty is not None:
+            terms = terms - penalty.by_now
     return terms
 
 
@@ -184,9 +188,9 @@ def _of_drafts(output: _Output, logits: Tensor, drafts: Tensor) -> Tensor:
     return logits
 
 
-def _if_drafted(count: Tensor, kind: _Sum, by_now: Any) -> Tensor:
+def _if_drafted(count: Tensor, penalty: _Penalty, by_now: Any) -> Tensor:
     """A token's penalty, which does not grow with its count, `[R, D, D]`."""
-    return torch.where(count > 0, kind.of_token[..., None], by_now(kind.by_now))
+    return torch.where(count > 0, penalty.of_token[..., None], by_now(penalty.by_now))
 
 
 def _scaled(logits: Tensor, factors: Tensor) -> Tensor:

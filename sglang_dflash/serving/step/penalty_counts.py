@@ -126,10 +126,10 @@ def count(orchestrator: Any, rows: Tensor, tokens: Tensor, is_new: Tensor | None
             lengths = is_new.sum(1, dtype=torch.int32)[:, None]
             getattr(penalizer, LENGTH).index_add_(0, rows, lengths)
             continue
-        kind = PENALIZERS[type(penalizer).__name__]
-        penalties = getattr(penalizer, kind.penalty)[rows].expand(tokens.shape)
-        if kind.adds_up:
+        names = PENALIZERS[type(penalizer).__name__]
+        penalties = getattr(penalizer, names.penalty)[rows].expand(tokens.shape)
+        if names.adds_up:
             penalties = penalties * is_new
-        getattr(penalizer, kind.counts).index_put_(
-            (rows[:, None].expand(tokens.shape), tokens), penalties, accumulate=kind.adds_up
+        getattr(penalizer, names.counts).index_put_(
+            (rows[:, None].expand(tokens.shape), tokens), penalties, accumulate=names.adds_up
         )

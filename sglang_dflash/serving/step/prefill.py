@@ -55,18 +55,20 @@ class PromptTokens:
         for group in groups:
             visible = ever_visible(self.positions, self.lengths, group.reach)
             wanted.append(group.cache.prompt_tokens_to_write(visible, age))
-        lists = [some for some in wanted if isinstance(some, Tensor)]
+        lists = [tokens for tokens in wanted if isinstance(tokens, Tensor)]
         if len(lists) < len(wanted):
             return slice(None), wanted
         # One group sees all that the others see, and all lists have one order.
         widest = max(lists, key=len)
         return widest, [
-            slice(None) if len(some) == len(widest) else torch.isin(widest, some).nonzero()[:, 0]
-            for some in lists
+            slice(None)
+            if len(tokens) == len(widest)
+            else torch.isin(widest, tokens).nonzero()[:, 0]
+            for tokens in lists
         ]
 
 
-class PromptWrites(NamedTuple):
+class PromptContext(NamedTuple):
     """The tokens of a prefill forward that the drafter takes in, on the device. Known before the
     forward.
 
@@ -91,7 +93,7 @@ class PromptWrites(NamedTuple):
 
 def place_prompt(
     batch: ScheduleBatch, req_to_token: Tensor, groups: Sequence[KVGroup], running: int
-) -> PromptWrites:
+) -> PromptContext:
     """Choose the prompt tokens to project and find their slots; mark the slots of all tokens dead.
 
     To be called before the target's forward starts. SGLang may change the request-to-token table as
@@ -114,16 +116,16 @@ def place_prompt(
     for group in groups:
         group.cache.forget(slots)
 
-    def there(some: Tensor | slice) -> Tensor | slice:
-        return some if isinstance(some, slice) else to_device(some, req_to_token.device)
+    def on_device(tokens: Tensor | slice) -> Tensor | slice:
+        return tokens if isinstance(tokens, slice) else to_device(tokens, req_to_token.device)
 
     kept, parts = tokens.to_write(groups)
-    kept = there(kept)
+    kept = on_device(kept)
     written = [
-        ContextWrite(there(some), group.fair_share(len(batch.reqs), running))
-        for group, some in zip(groups, parts, strict=True)
+        ContextWrite(on_device(part), group.fair_share(len(batch.reqs), running))
+        for group, part in zip(groups, parts, strict=True)
     ]
-    return PromptWrites(len(slots), kept, positions[kept], slots[kept], written)
+    return PromptContext(len(slots), kept, positions[kept], slots[kept], written)
 
 
 def write_texts(batch: ScheduleBatch, lookup: Lookup) -> None:

@@ -114,13 +114,16 @@ def looks_ahead(grammar: Any) -> bool:
     if isinstance(grammar, ReasonerGrammarObject):
         # What follows the thought; without anything, the functions of the backend.
         grammar = grammar.grammar or grammar.apply_vocab_mask
-    what: Any = grammar if isinstance(grammar, FunctionType) else type(grammar)
-    return _is_of_look_ahead(what)
+    implementation: Any = grammar if isinstance(grammar, FunctionType) else type(grammar)
+    return _is_of_look_ahead(implementation)
 
 
-def _is_of_look_ahead(what: Any) -> bool:
+def _is_of_look_ahead(implementation: Any) -> bool:
     """Return whether a function is of these backends, or a class derives from one of theirs."""
-    return any(kind.__module__ in _LOOK_AHEAD for kind in getattr(what, "__mro__", (what,)))
+    return any(
+        base.__module__ in _LOOK_AHEAD
+        for base in getattr(implementation, "__mro__", (implementation,))
+    )
 
 
 def apply_logit_adjustments(logits: Tensor, info: SamplingBatchInfo) -> None:

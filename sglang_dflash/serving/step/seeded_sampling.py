@@ -47,8 +47,10 @@ def sample_by_token_id(
     rows = info.sampling_mask_batch_indices
     if rows is None:
         # Each takes several times the memory of its probabilities, in float64.
-        some = (slice(first, first + ROWS) for first in range(0, len(probs), ROWS))
-        parts = [_drawn(probs[of], _of(info, of), positions[of], simple)[0] for of in some]
+        pieces = (slice(first, first + ROWS) for first in range(0, len(probs), ROWS))
+        parts = [
+            _drawn(probs[piece], _of(info, piece), positions[piece], simple)[0] for piece in pieces
+        ]
         return torch.cat(parts), None
     tokens, kept = _drawn(probs, info, positions, simple)
     weights = kept[rows]

@@ -110,7 +110,7 @@ class DFlashWorker:
                 with self.figures.times.step():
                     return self._decode(batch, publish, grammar_barrier)
             self._interrupted()
-            self._follow_host(batch.out_cache_loc)
+            self._run_host_copies(batch.out_cache_loc)
             self._pending_context.absorb()
             return self._prefill(batch, publish, grammar_barrier, pp_proxy_tensors)
 
@@ -121,7 +121,7 @@ class DFlashWorker:
             # Decoding requests take part: the target samples their next token under grammars that
             # must have seen their last ones.
             barrier()
-        writes = place_prompt(batch, self.req_to_token, self.drafter.groups, self.running)
+        prompt = place_prompt(batch, self.req_to_token, self.drafter.groups, self.running)
         if self.lookup is not None:
             write_texts(batch, self.lookup)
         result = self.target.prefill(batch, pp_proxy_tensors)
@@ -132,9 +132,9 @@ class DFlashWorker:
         if hidden is None:
             # SGLang has read log-probabilities at chosen positions, and drops the rest. Drafts of
             # requests with that prefix find nothing in it, and not what its slots held before.
-            hidden = torch.zeros(writes.tokens, self.features, device=self.req_to_token.device)
-        features = writes.features(hidden)
-        self.drafter.absorb(features, writes.positions, writes.slots, written=writes.written)
+            hidden = torch.zeros(prompt.tokens, self.features, device=self.req_to_token.device)
+        features = prompt.features(hidden)
+        self.drafter.absorb(features, prompt.positions, prompt.slots, written=prompt.written)
         replace_hidden_states(batch, result.logits_output)
         # Of decoding requests that take part, the host does not know the next token yet.
         in_flight = int(batch.forward_mode.is_mixed() and batch.enable_overlap)
@@ -148,7 +148,7 @@ class DFlashWorker:
         with self.figures.times.phase("choose_width"):
             width = self.widths.choose(batch)
         step = self._next_step(batch, width)
-        self._follow_host(step.slots.flatten())
+        self._run_host_copies(step.slots.flatten())
         self.observer.before_step(batch, step)
         with self.figures.times.phase("propose"):
             block, by_rule = self._propose(batch, step)
@@ -246,10 +246,10 @@ class DFlashWorker:
             hidden, step.positions.flatten(), step.slots.flatten(), keep=committed.flatten()
         )
 
-    def _follow_host(self, slots: Tensor) -> None:
+    def _run_host_copies(self, slots: Tensor) -> None:
         """Copies of draft K/V from and to host memory, before a forward writes to these slots."""
         tier = self.host_tier
-        if tier is not None and tier.follow(self._pending_context.absorb, slots):
+        if tier is not None and tier.run_copies(self._pending_context.absorb, slots):
             self.widths.clock.begins_now()
 
     def _interrupted(self) -> None:
