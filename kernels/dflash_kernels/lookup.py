@@ -84,15 +84,15 @@ def seen_before(
         raise ValueError(f"strides {texts.stride()} and {bonus.stride()}; rows have to be dense")
     _, rows, seq_lens, longest = requests
     pieces = piece_count(longest)
-    found = torch.empty(len(bonus), pieces, dtype=torch.int64, device=bonus.device)
+    matches = torch.empty(len(bonus), pieces, dtype=torch.int64, device=bonus.device)
     lengths = torch.empty(len(bonus), dtype=torch.int64, device=bonus.device)
     seen = torch.empty(len(bonus), count, dtype=torch.int64, device=bonus.device)
     if not len(bonus):
         return lengths, seen
     given = bonus, texts, rows, seq_lens, texts.stride(0), pieces
-    find_match_kernel[(len(bonus), pieces)](found, *given, LONGEST=LONGEST_MATCH, PIECE=PIECE)
+    find_match_kernel[(len(bonus), pieces)](matches, *given, LONGEST=LONGEST_MATCH, PIECE=PIECE)
     take_match_kernel[(len(bonus),)](
-        lengths, seen, found, *given, count,
+        lengths, seen, matches, *given, count,
         PIECES=PIECES, BLOCK=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip
     return lengths, seen
