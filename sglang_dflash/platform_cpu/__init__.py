@@ -8,7 +8,7 @@ import sys
 import warnings
 
 from sglang_dflash.facts.launch import asks_for_help_of_serve
-from sglang_dflash.seam.seam import Lazy
+from sglang_dflash.seam.seam import LazyImport
 from sglang_dflash.seam.version import supported, unsupported
 
 # What SGLang warns of in each of its processes where there is no accelerator, as that is known.
@@ -33,7 +33,7 @@ def activate() -> str | None:
     if asks_for_help_of_serve(sys.argv) and unsupported() is None:
         # SGLang asks for platforms alone before it prints that help; it loads the plugin with our
         # flags after it, on no machine.
-        atexit.register(Lazy("sglang_dflash.serving.start.flags:print_help"))
+        atexit.register(LazyImport("sglang_dflash.serving.start.flags:print_help"))
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or torch.accelerator.is_available():
         return None
     if not supported("the plain-CPU platform is disabled"):

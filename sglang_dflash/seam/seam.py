@@ -83,7 +83,7 @@ class Seam:
     @property
     def value(self) -> Any:
         """The value that is registered or assigned."""
-        return Lazy(self.ours) if isinstance(self.ours, str) else self.ours
+        return LazyImport(self.ours) if isinstance(self.ours, str) else self.ours
 
 
 def rows(home: str, *table: tuple[Any, ...]) -> tuple[Seam, ...]:
@@ -96,7 +96,7 @@ def rows(home: str, *table: tuple[Any, ...]) -> tuple[Seam, ...]:
 
 
 @dataclass(frozen=True)
-class Lazy:
+class LazyImport:
     """A function that imports `MODULE:NAME` when it is called. Equal paths compare equal."""
 
     path: str
@@ -121,11 +121,11 @@ def install(rows: Iterable[Seam]) -> None:
             raise _error(row, f"{type(error).__name__}: {error}") from error
 
 
-def install_late(rows: Iterable[Seam], what: str) -> None:
+def install_late(rows: Iterable[Seam], purpose: str) -> None:
     """`install` in a process whose plugins are loaded: the hooks are applied at once.
 
     Args:
-        what: they are for. The log gets one line of ours, in place of one of SGLang's for each.
+        purpose: they are for. The log gets one line of ours, in place of one of SGLang's for each.
 
     Raises:
         SeamError: as for `install`, or the registry did not apply a hook.
@@ -145,7 +145,7 @@ def install_late(rows: Iterable[Seam], what: str) -> None:
         theirs.setLevel(level)
         _current_plugin_source.reset(token)
     verify(rows)
-    logger.info("%d changes to SGLang for %s", len(rows), what)
+    logger.info("%d changes to SGLang for %s", len(rows), purpose)
 
 
 def verify(rows: Iterable[Seam]) -> None:
@@ -307,7 +307,7 @@ def _defining_modules(value: Any) -> Iterator[str]:
 
 def _name(value: Any) -> str:
     """`MODULE:NAME` of a function or class, the text of anything else."""
-    if isinstance(value, Lazy):
+    if isinstance(value, LazyImport):
         return value.path
     value = _function(value)
     value = value.func if isinstance(value, functools.partial) else value

@@ -19,21 +19,21 @@ def needed() -> str:
 def unsupported() -> str | None:
     """Return why our plugins do nothing with the installed SGLang, or None."""
     try:
-        found = importlib.metadata.version("sglang")
+        installed = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return "sglang is not installed"
-    if needed() == f"sglang=={found}":
+    if needed() == f"sglang=={installed}":
         return None
-    return f"sglang-dflash needs {needed()}, this is sglang=={found}"
+    return f"sglang-dflash needs {needed()}, this is sglang=={installed}"
 
 
-def supported(what: str) -> bool:
+def supported(part: str) -> bool:
     """Return whether the installed SGLang is the pinned one; logs an error that names both if not.
 
     Args:
-        what: the part that is left out otherwise, for the message.
+        part: the part that is left out otherwise, for the message.
     """
     problem = unsupported()
     if problem is not None:
-        logger.error("%s: %s", problem, what)
+        logger.error("%s: %s", problem, part)
     return problem is None

@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType,
 
 from sglang_dflash.seam.seam import (
     Kind,
-    Lazy,
+    LazyImport,
     Seam,
     SeamError,
     any_in_place,
@@ -332,11 +332,11 @@ def test_changes_after_ours_are_found(mod: ModuleType, foreign: ModuleType) -> N
 
 
 def test_a_lazy_function_is_imported_when_it_is_called() -> None:
-    late = Lazy("rival_plugin:bare")
-    assert late == Lazy("rival_plugin:bare") != Lazy("rival_plugin:wrapping")
+    late = LazyImport("rival_plugin:bare")
+    assert late == LazyImport("rival_plugin:bare") != LazyImport("rival_plugin:wrapping")
     with pytest.raises(ModuleNotFoundError):
         late()
-    assert Lazy("operator:add")(1, 2) == 3
+    assert LazyImport("operator:add")(1, 2) == 3
 
 
 def test_what_fails_at_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from sglang_dflash.drafting.attention.backend import TORCH, Backend
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.facts.attention import CAPABILITIES
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.seam.seam import Lazy
+from sglang_dflash.seam.seam import LazyImport
 
 # The first GPUs that Triton converts e4m3 for.
 FP8_CAPABILITY = (8, 9)
@@ -20,10 +20,10 @@ FP8_CAPABILITY = (8, 9)
 _FLASH = "sglang_dflash.serving.gpu.flash_attention:"
 # Their modules are loaded when they are made: each needs another package.
 ATTENTION: Mapping[str, Backend] = {
-    "triton": Backend(CAPABILITIES["triton"], Lazy("dflash_kernels.draft_attention:make")),
+    "triton": Backend(CAPABILITIES["triton"], LazyImport("dflash_kernels.draft_attention:make")),
     "torch": TORCH,
-    "fa3": Backend(CAPABILITIES["fa3"], Lazy(_FLASH + "fa3")),
-    "fa4": Backend(CAPABILITIES["fa4"], Lazy(_FLASH + "fa4")),
+    "fa3": Backend(CAPABILITIES["fa3"], LazyImport(_FLASH + "fa3")),
+    "fa4": Backend(CAPABILITIES["fa4"], LazyImport(_FLASH + "fa4")),
 }
 
 
