@@ -63,7 +63,9 @@ def told(points: list[BreakEven]) -> str:
         known = by_requests.setdefault(point.requests, [])
         if not known or known[0].context == point.context:
             known.append(point)
-    return "; ".join(f"{_requests(number)} {_widths(of)}" for number, of in by_requests.items())
+    return "; ".join(
+        f"{_requests(number)} {_widths(group)}" for number, group in by_requests.items()
+    )
 
 
 def _requests(number: int) -> str:

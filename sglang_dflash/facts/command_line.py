@@ -34,7 +34,7 @@ def spelled(names: Iterable[str], **others: str) -> dict[str, str]:
 
 def add_flags(
     parser: Any,
-    of: type,
+    settings: type,
     names: Mapping[str, str],
     defaults: Mapping[str, object] | None = None,
 ) -> None:
@@ -45,15 +45,15 @@ def add_flags(
 
     Args:
         parser: of argparse, or a group of one.
-        of: a dataclass.
+        settings: a dataclass.
         names: field -> its spellings, separated by blanks.
         defaults: shown instead of the field's own.
     """
-    types, known = get_type_hints(of), {one.name: one for one in fields(of)}
+    types, known = get_type_hints(settings), {option.name: option for option in fields(settings)}
     for name, spellings in names.items():
-        one = known[name]
-        shown = {name: one.default, **(defaults or {})}[name]
-        how = {**one.metadata, "help": one.metadata["help"].replace("{default}", str(shown))}
+        option = known[name]
+        shown = {name: option.default, **(defaults or {})}[name]
+        how = {**option.metadata, "help": option.metadata["help"].replace("{default}", str(shown))}
         parser.add_argument(
             *spellings.split(), dest=name, default=argparse.SUPPRESS, **_kind(types[name]), **how
         )
@@ -69,9 +69,9 @@ def _kind(hint: Any) -> dict[str, Any]:
     return {"action": argparse.BooleanOptionalAction} if plain is bool else {"type": plain}
 
 
-def given(args: argparse.Namespace, of: type) -> dict[str, Any]:
-    """The fields of `of` that were given; lists become tuples."""
-    known = {one.name for one in fields(of)}
+def given(args: argparse.Namespace, settings: type) -> dict[str, Any]:
+    """The fields of `settings` that were given; lists become tuples."""
+    known = {option.name for option in fields(settings)}
     values = {name: value for name, value in vars(args).items() if name in known}
     return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
@@ -79,7 +79,9 @@ def given(args: argparse.Namespace, of: type) -> dict[str, Any]:
 def flag_names(parser: argparse.ArgumentParser) -> dict[str, str]:
     """Return the name by which an error calls each setting of a command: see
     `ConfigError.named`."""
-    return {one.dest: (*one.option_strings, one.dest.upper())[0] for one in parser._actions}
+    return {
+        action.dest: (*action.option_strings, action.dest.upper())[0] for action in parser._actions
+    }
 
 
 class Parser(argparse.ArgumentParser):

@@ -200,8 +200,12 @@ class DraftConfig:
         for number, layer in enumerate(self.layers):
             numbers.setdefault(reach.within(layer.sliding_window), []).append(number)
         return tuple(
-            LayerGroup(of, tuple(some), tuple(replace(self.layers[i], reach=of) for i in some))
-            for of, some in numbers.items()
+            LayerGroup(
+                group_reach,
+                tuple(members),
+                tuple(replace(self.layers[i], reach=group_reach) for i in members),
+            )
+            for group_reach, members in numbers.items()
         )
 
     @property
@@ -349,12 +353,14 @@ def _layer_attention(fields: Fields, depth: int) -> tuple[LayerAttention, ...]:
     if "swa_window_size" in fields and not (slides or swa):
         raise fields.unsupported("swa_window_size", "no layer slides, and use_swa is not true")
     layers = []
-    for i, kind in enumerate(kinds):
-        if kind not in ("full_attention", "sliding_attention"):
+    for i, layer_type in enumerate(kinds):
+        if layer_type not in ("full_attention", "sliding_attention"):
             required = "full_attention and sliding_attention are served"
-            raise UnsupportedDraft(f"{fields.path('layer_types')}[{i}] in {_FILE}", kind, required)
-        window = _sliding_window(fields) if swa or kind == "sliding_attention" else None
-        by_default = kind == "sliding_attention"
+            raise UnsupportedDraft(
+                f"{fields.path('layer_types')}[{i}] in {_FILE}", layer_type, required
+            )
+        window = _sliding_window(fields) if swa or layer_type == "sliding_attention" else None
+        by_default = layer_type == "sliding_attention"
         layers.append(LayerAttention(window, by_default if causal is None else causal))
     return tuple(layers)
 

@@ -69,8 +69,8 @@ INERT = _names(
 )
 # Keys of drafts that SGLang's built-in worker serves, and ours does not -> what they are.
 FOREIGN: Mapping[str, str] = {
-    name: what
-    for what, names in {
+    name: feature
+    for feature, names in {
         "a head of another kind": "projector_type",
         "the head of Domino": "shift_label pure_draft_prefix_len gru_hidden_dim emb_dim",
         "the head of DSpark": "markov_rank markov_head_type use_confidence_head "
@@ -134,9 +134,9 @@ def check_keys(raw: Mapping[str, Any]) -> None:
     _check_kind(top)
     for place in (top, own):
         for name in place.values:
-            what, value = FOREIGN.get(name), place.get(name)
-            if what and value not in _NEUTRAL and value != _ALSO_NEUTRAL.get(name):
-                raise place.unsupported(name, f"not served here: {what}")
+            feature, value = FOREIGN.get(name), place.get(name)
+            if feature and value not in _NEUTRAL and value != _ALSO_NEUTRAL.get(name):
+                raise place.unsupported(name, f"not served here: {feature}")
 
 
 def unknown_keys(raw: Mapping[str, Any]) -> tuple[str, ...]:
@@ -164,11 +164,11 @@ def _check_kind(top: Fields) -> None:
         )
     if not names:
         raise top.error("architectures", "a list of names")
-    kind = top.word("model_type")
-    if not kind:
+    model_type = top.word("model_type")
+    if not model_type:
         raise top.error("model_type", f"one of {', '.join(_MODEL_TYPES)}")
     for name, given, served in (
-        ("architectures", names, _ARCHITECTURES), ("model_type", (kind,), _MODEL_TYPES),
+        ("architectures", names, _ARCHITECTURES), ("model_type", (model_type,), _MODEL_TYPES),
     ):  # fmt: skip
         if not set(given) & set(served):
             raise top.unsupported(name, f"{', '.join(served)} are served here")

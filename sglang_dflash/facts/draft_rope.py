@@ -56,17 +56,19 @@ def read_rope(fields: Fields) -> RopeConfig:
         if name != "rope_theta" and parameters.get(name) != block.get(name):
             raise parameters.unsupported(name, "rope_scaling is given, and differs")
     name = "rope_type" if "rope_type" in block else "type"
-    kind = block.word(name) or "default"
-    if kind not in _SCALING_FIELDS:
+    rope_type = block.word(name) or "default"
+    if rope_type not in _SCALING_FIELDS:
         raise block.unsupported(name, f"{', '.join(_SCALING_FIELDS)} are served")
     _refuse_other_layouts(fields, block)
     theta = _theta(block, fields, parameters)
-    scaling, original = _scaling(block, kind), "original_max_position_embeddings"
+    scaling, original = _scaling(block, rope_type), "original_max_position_embeddings"
     if original in fields:
-        if original not in _SCALING_FIELDS[kind][1]:
-            raise fields.unsupported(original, f"with rope_type {kind!r} this is not served here")
+        if original not in _SCALING_FIELDS[rope_type][1]:
+            raise fields.unsupported(
+                original, f"with rope_type {rope_type!r} this is not served here"
+            )
         scaling[original] = _scale(fields, original)
-    return RopeConfig(theta, {**scaling, "rope_type": kind} if kind != "default" else {})
+    return RopeConfig(theta, {**scaling, "rope_type": rope_type} if rope_type != "default" else {})
 
 
 def _theta(*places: Fields) -> float:
@@ -99,18 +101,18 @@ def _scale(place: Fields, name: str) -> float:
     return place.positive_number(name, least=1e-9, most=1e9)
 
 
-def _scaling(block: Fields, kind: str) -> dict[str, Any]:
-    """The fields of a scaling block, checked. A field that `kind` does not have is refused."""
-    required, optional = _SCALING_FIELDS[kind]
+def _scaling(block: Fields, rope_type: str) -> dict[str, Any]:
+    """The fields of a scaling block, checked. A field that `rope_type` does not have is refused."""
+    required, optional = _SCALING_FIELDS[rope_type]
     given = [name for name in block.values if name in block and name not in _BESIDE_SCALING]
     for name in given:
         if name not in (*required, *optional):
-            raise block.unsupported(name, f"with rope_type {kind!r} this is not served here")
+            raise block.unsupported(name, f"with rope_type {rope_type!r} this is not served here")
     scaling: dict[str, Any] = {
         name: block.flag(name, default=True) if name == "truncate" else _scale(block, name)
         for name in dict.fromkeys((*required, *given))
     }
-    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+    if rope_type == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         least = scaling["low_freq_factor"]
         raise block.error("high_freq_factor", f"more than low_freq_factor ({least})")
     return scaling

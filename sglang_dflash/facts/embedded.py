@@ -44,8 +44,8 @@ def _home() -> Path:
 
 def kinds() -> dict[str, str]:
     """The pairs that are here, by name, and what each is in words."""
-    found = sorted(path.parent.name for path in _home().glob("*/draft"))
-    return {kind: _CHATS if kind == public_target.KIND else _MEMORIZED for kind in found}
+    names = sorted(path.parent.name for path in _home().glob("*/draft"))
+    return {name: _CHATS if name == public_target.KIND else _MEMORIZED for name in names}
 
 
 def demo_pair(kind: str) -> DemoPair:

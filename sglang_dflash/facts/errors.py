@@ -46,7 +46,7 @@ class Failed(Exception):
 
 
 def _filled(text: str, names: Mapping[str, str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[1]), text)
+    return re.sub(r"\{(\w+)\}", lambda match: names.get(match[1], match[1]), text)
 
 
 def shown(value: object) -> str:

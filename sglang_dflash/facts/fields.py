@@ -178,27 +178,27 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def read_json_object(path: Path, what: str) -> Mapping[str, Any]:
-    """Parse a JSON file that holds an object. `what` begins every message.
+def read_json_object(path: Path, field: str) -> Mapping[str, Any]:
+    """Parse a JSON file that holds an object. `field` begins every message.
 
     Raises:
         ConfigError: the file is missing, is not JSON, or holds something else.
     """
     if not isfile(path):
         folder = str(path.parent)
-        raise ConfigError(what, folder, f"no {path.name} in it; give the folder of a checkpoint")
+        raise ConfigError(field, folder, f"no {path.name} in it; give the folder of a checkpoint")
     if path.name == "config.json" and path.stat().st_size > _MOST_BYTES:
-        raise ConfigError(what, str(path), f"more than {_MOST_BYTES} bytes; no config is so large")
+        raise ConfigError(field, str(path), f"more than {_MOST_BYTES} bytes; no config is so large")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     # It cannot be read, or is nested too deeply, not JSON, not UTF-8, or has an integer of
     # thousands of digits.
     except (OSError, RecursionError, ValueError) as error:
         required = f"cannot be read as JSON ({cut(str(error))})"
-        raise ConfigError(what, str(path), required) from error
+        raise ConfigError(field, str(path), required) from error
     if not isinstance(raw, dict):
         required = f"an object of fields is required, it holds {shown(raw)}"
-        raise ConfigError(what, str(path), required)
+        raise ConfigError(field, str(path), required)
     return raw
 
 

@@ -96,7 +96,7 @@ def cached_config(name: str, revision: str | None = None) -> Path | None:
     return file if file.is_file() else None
 
 
-def fetch_config(kind: str, name: str, *, offline: bool = False) -> tuple[Path, bool]:
+def fetch_config(role: str, name: str, *, offline: bool = False) -> tuple[Path, bool]:
     """The config.json of the target or draft `name` in the local cache, and whether the hub
     answered. If not, it is what an earlier download left, with its other files beside it.
 
@@ -110,10 +110,10 @@ def fetch_config(kind: str, name: str, *, offline: bool = False) -> tuple[Path, 
     """
     import httpx
 
-    check_path(kind, name)
+    check_path(role, name)
     where = "is in the local cache" if offline else "could be fetched from the hub"
     required = f"it is neither a folder here nor a model whose config.json {where}"
-    with _hub_errors(kind, name, required):
+    with _hub_errors(role, name, required):
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -152,7 +152,7 @@ def unreachable(dataset: str) -> str | None:
     return None
 
 
-def hub_tensors(kind: str, name: str) -> tuple[dict[str, StoredTensor], int] | None:
+def hub_tensors(role: str, name: str) -> tuple[dict[str, StoredTensor], int] | None:
     """Tensors by stored name, and bytes, of the safetensors weights of `name` on the hub, from
     their headers. None if its weights have another format.
 
@@ -161,7 +161,7 @@ def hub_tensors(kind: str, name: str) -> tuple[dict[str, StoredTensor], int] | N
     """
     import httpx
 
-    with _hub_errors(kind, name, "its safetensors headers are needed from the hub"):
+    with _hub_errors(role, name, "its safetensors headers are needed from the hub"):
         from huggingface_hub import get_safetensors_metadata
         from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 

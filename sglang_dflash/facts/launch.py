@@ -86,14 +86,14 @@ def _check_pair(target: str, draft: str) -> None:
     if not (Path(target) / "config.json").is_file():
         return
     try:
-        of = TargetGeometry.from_pretrained(target)
+        geometry = TargetGeometry.from_pretrained(target)
     # SGLang may read what is not read here.
     except ConfigError:
         return
     config.check_target(
-        hidden_size=of.hidden_size,
-        vocab_size=of.vocab_size,
-        num_layers=of.num_hidden_layers,
+        hidden_size=geometry.hidden_size,
+        vocab_size=geometry.vocab_size,
+        num_layers=geometry.num_hidden_layers,
         pair=shown_pair(draft, target),
     )
 

@@ -26,8 +26,8 @@ def folder() -> Path:
 
 def fetched() -> Path:
     """The folder. Raises ConfigError if it is not there yet."""
-    found = folder()
-    if not found.is_dir():
-        required = f"its target is not in {found.parent} yet; sglang-dflash demo-models {KIND} "
+    path = folder()
+    if not path.is_dir():
+        required = f"its target is not in {path.parent} yet; sglang-dflash demo-models {KIND} "
         raise ConfigError("demo pair", KIND, required + "fetches it once")
-    return found
+    return path

@@ -58,23 +58,23 @@ def published_pairs() -> Mapping[str, list[str]]:
 
 
 @cache
-def shipped(kind: str) -> Mapping[str, ModelFacts]:
+def shipped(role: str) -> Mapping[str, ModelFacts]:
     """The shipped facts of that kind, "target" or "draft", by model name."""
-    found = {}
+    facts = {}
     for path in sorted(FOLDER.glob("*.json")):
         raw = json.loads(path.read_text())
-        if raw["kind"] == kind:
-            found[raw["name"]] = ModelFacts(
+        if raw["kind"] == role:
+            facts[raw["name"]] = ModelFacts(
                 name=raw["name"],
                 config=raw["config"],
                 weight_bytes=raw.get("weight_bytes"),
                 source=raw["source"],
                 unknown=tuple(raw.get("unknown", ())),
             )
-    return found
+    return facts
 
 
-def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
+def look_up(role: str, name: str, *, offline: bool = False) -> ModelFacts:
     """Facts of the target or draft `name`: a folder, or a name on the hub. If the hub does not
     answer or is not asked (`offline`), a shipped name, in any case, has the shipped facts, and
     another what is in the local cache.
@@ -84,45 +84,45 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
             a draft given as target or a target given as draft.
     """
     if exists(name):
-        return _of_folder(kind, Path(name))
-    ours = _shipped_name(kind, name)
+        return _of_folder(role, Path(name))
+    ours = _shipped_name(role, name)
     if ours is not None:
-        return _of_hub_or_shipped(kind, shipped(kind)[ours], offline)
-    if _shipped_name(_OTHER[kind], name) is not None:
-        raise _swapped(kind, name)
+        return _of_hub_or_shipped(role, shipped(role)[ours], offline)
+    if _shipped_name(_OTHER[role], name) is not None:
+        raise _swapped(role, name)
     try:
-        config, online = fetch_config(kind, name, offline=offline)
+        config, online = fetch_config(role, name, offline=offline)
     except ConfigError as error:
         if "no such folder" in error.required:
             raise
-        required = f"{error.required}; {_suggestion(kind, name)}"
+        required = f"{error.required}; {_suggestion(role, name)}"
         raise ConfigError(error.field, name, required) from error
-    return _fetched(kind, name, config, online)
+    return _fetched(role, name, config, online)
 
 
-def _of_hub_or_shipped(kind: str, facts: ModelFacts, offline: bool) -> ModelFacts:
+def _of_hub_or_shipped(role: str, facts: ModelFacts, offline: bool) -> ModelFacts:
     if offline or "@" in facts.name:  # Our name for an earlier revision.
         return facts
     try:
-        config, online = fetch_config(kind, facts.name)
+        config, online = fetch_config(role, facts.name)
     except ConfigError:
         online = False
     if online:
-        return _fetched(kind, facts.name, config, online)
+        return _fetched(role, facts.name, config, online)
     return replace(facts, source=f"{facts.source} Shipped here: the hub did not give its config.")
 
 
-def _fetched(kind: str, name: str, config: Path, online: bool) -> ModelFacts:
+def _fetched(role: str, name: str, config: Path, online: bool) -> ModelFacts:
     """Facts by a config.json in the local cache, and what is on the hub or beside it."""
-    raw = read_json_object(config, f"{kind} checkpoint")
-    if kind == "target":
+    raw = read_json_object(config, f"{role} checkpoint")
+    if role == "target":
         refuse_draft_as_target(name, raw)
     source = f"config.json of {name} {'on the hub' if online else 'in the local cache'}"
     if not online:
-        return _of_files(kind, name, raw, config.parent, source)
-    weights = hub_tensors(kind, name)
+        return _of_files(role, name, raw, config.parent, source)
+    weights = hub_tensors(role, name)
     if weights is None:
-        if kind == "draft":
+        if role == "draft":
             required = "no safetensors weights on the hub; a draft is read from safetensors files"
             raise ConfigError("draft", name, required)
         return ModelFacts(name, raw, None, source)
@@ -132,28 +132,28 @@ def _fetched(kind: str, name: str, config: Path, online: bool) -> ModelFacts:
     return ModelFacts(name, raw, total, source, tensors=tensors)
 
 
-def _shipped_name(kind: str, name: str) -> str | None:
-    names = {known.casefold(): known for known in shipped(kind)}
+def _shipped_name(role: str, name: str) -> str | None:
+    names = {known.casefold(): known for known in shipped(role)}
     return names.get(name.casefold())
 
 
-def _suggestion(kind: str, name: str) -> str:
+def _suggestion(role: str, name: str) -> str:
     """The shipped names that are like `name`, with or without its organization, or all of them. A
     name with something behind it, such as -FP8, is another checkpoint, and no slip."""
-    known = {each.casefold().rpartition("/")[2]: each for each in shipped(kind)}
+    known = {each.casefold().rpartition("/")[2]: each for each in shipped(role)}
     asked = name.casefold().rpartition("/")[2]
     if any(asked.startswith(f"{each}-") and asked != f"{each}-" for each in known):
-        return f"no facts of it are shipped: give a folder with the {kind}'s config.json"
+        return f"no facts of it are shipped: give a folder with the {role}'s config.json"
     near = difflib.get_close_matches(asked, known, cutoff=0.75)
     if near:
         return f"did you mean {' or '.join(repr(known[text]) for text in near)}?"
-    return f"facts of these {kind}s are shipped: {', '.join(known.values())}"
+    return f"facts of these {role}s are shipped: {', '.join(known.values())}"
 
 
-def _swapped(kind: str, name: str) -> ConfigError:
-    other = _OTHER[kind]
+def _swapped(role: str, name: str) -> ConfigError:
+    other = _OTHER[role]
     return ConfigError(
-        kind, name, f"this is a {other}: give it as {{{other}}}, and the {kind} here"
+        role, name, f"this is a {other}: give it as {{{other}}}, and the {role} here"
     )
 
 
@@ -175,26 +175,26 @@ def check_target_folder(name: str) -> None:
         refuse_draft_as_target(name, read_json_object(config, "target checkpoint"))
 
 
-def _of_folder(kind: str, folder: Path) -> ModelFacts:
-    if kind == "draft":
+def _of_folder(role: str, folder: Path) -> ModelFacts:
+    if role == "draft":
         check_files(folder)
-    raw = read_json_object(folder / "config.json", f"{kind} checkpoint")
-    if kind == "target":
+    raw = read_json_object(folder / "config.json", f"{role} checkpoint")
+    if role == "target":
         refuse_draft_as_target(str(folder), raw)
     source = f"config.json and weight files in {folder}"
-    return _of_files(kind, str(folder), raw, folder, source)
+    return _of_files(role, str(folder), raw, folder, source)
 
 
 def _of_files(
-    kind: str, name: str, raw: Mapping[str, Any], folder: Path, source: str
+    role: str, name: str, raw: Mapping[str, Any], folder: Path, source: str
 ) -> ModelFacts:
-    if kind == "draft":
+    if role == "draft":
         raw = with_quantization(raw, folder)
-    tensors = stored_tensors(folder) if kind == "draft" and has_weights(folder) else None
+    tensors = stored_tensors(folder) if role == "draft" and has_weights(folder) else None
     return ModelFacts(
         name=name,
         config=raw,
-        weight_bytes=local_weight_bytes(kind, folder),
+        weight_bytes=local_weight_bytes(role, folder),
         source=source,
         tensors=tensors,
         weights=None if tensors is None else folder,

@@ -1,6 +1,6 @@
 """Settings that are refused with DFLASH, for a server and for `inspect`. No torch.
 
-Settings are SGLang's, resolved, or `unserved.Given`.
+Settings are SGLang's, resolved, or `unserved.CommandLineSettings`.
 """
 
 from __future__ import annotations

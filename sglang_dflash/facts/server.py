@@ -44,13 +44,13 @@ def set_up(report: Mapping[str, Any]) -> str:
 
 def _who(report: Mapping[str, Any]) -> str:
     """See `labels`."""
-    of, trained = labels(report), report.get("trained_block_size")
+    label, trained = labels(report), report.get("trained_block_size")
     block = "" if trained in (None, report.get("block_size")) else f" (trained for {trained})"
     # Of DFlash2, what it has stands behind a colon.
-    kind = report.get("draft_kind", "DFlash").partition(":")[0]
+    draft_kind = report.get("draft_kind", "DFlash").partition(":")[0]
     return (
-        f"{of['worker']} {of['version']}, {kind}, block {of['block']}{block}, "
-        f"window {of['window']}, width {report.get('width', NOT_KNOWN)}"
+        f"{label['worker']} {label['version']}, {draft_kind}, block {label['block']}{block}, "
+        f"window {label['window']}, width {report.get('width', NOT_KNOWN)}"
     )
 
 
@@ -128,8 +128,10 @@ class ServerInfo:
     @property
     def target_kv_tokens(self) -> int | None:
         """Tokens of the smallest KV pool of all ranks."""
-        found = [(state.get("memory_usage") or {}).get("token_capacity") for state in self.states]
-        return min((tokens for tokens in found if tokens), default=None)
+        capacities = [
+            (state.get("memory_usage") or {}).get("token_capacity") for state in self.states
+        ]
+        return min((tokens for tokens in capacities if tokens), default=None)
 
     def facts(self) -> dict[str, Any]:
         """Return what a user asks first, by name; None for what the server does not tell."""
@@ -163,8 +165,8 @@ class ServerInfo:
         undrafted, length = sum(self.values("undrafted_steps")), self.acceptance_length
         steps, widths = undrafted + self.verify_steps, self.values("width_steps")
         # Steps of grammars and logit processors have no drafts either, and another width.
-        plain = sum(of.get("1", 0) for of in widths) >= _PLAIN * sum(
-            sum(of.values()) for of in widths
+        plain = sum(counts.get("1", 0) for counts in widths) >= _PLAIN * sum(
+            sum(counts.values()) for counts in widths
         )
         chosen = "adaptive" in self.values("width") and plain
         if not chosen or undrafted < max(ENOUGH_STEPS, _PLAIN * steps):
@@ -274,13 +276,17 @@ class ServerInfo:
 
     def machine(self) -> dict[str, str]:
         """The server's dtype, device, engine and torch version."""
-        found = self._machine
-        cpu = f"CPU, {found.get('cores')} cores of {found.get('processor')}" if found else NOT_KNOWN
+        machine = self._machine
+        cpu = (
+            f"CPU, {machine.get('cores')} cores of {machine.get('processor')}"
+            if machine
+            else NOT_KNOWN
+        )
         # Of a server without this package: what was asked for.
         asked, version = self.info.get("dtype"), self.info.get("version")
         return {
-            "dtype": found.get("dtype") or (NOT_KNOWN if asked in (None, "auto") else asked),
-            "device": found.get("accelerator") or cpu,
+            "dtype": machine.get("dtype") or (NOT_KNOWN if asked in (None, "auto") else asked),
+            "device": machine.get("accelerator") or cpu,
             "engine": f"SGLang {version}" if version else NOT_KNOWN,
-            "torch": found.get("torch", NOT_KNOWN),
+            "torch": machine.get("torch", NOT_KNOWN),
         }

@@ -31,9 +31,9 @@ def human_readable_int(text: str) -> int:
     Raises:
         ArgumentTypeError: it is none.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT])|(\d+)([KMGT]i)", text.strip())
-    if found is not None:
-        number, unit, whole, unit_of_1024 = found.groups()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT])|(\d+)([KMGT]i)", text.strip())
+    if match is not None:
+        number, unit, whole, unit_of_1024 = match.groups()
         return (
             int(Decimal(number) * _THOUSANDS[unit]) if unit else int(whole) * _OF_1024[unit_of_1024]
         )

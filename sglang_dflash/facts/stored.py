@@ -25,53 +25,53 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def stored_tensors(folder: str | Path, kind: str = "draft") -> dict[str, StoredTensor]:
+def stored_tensors(folder: str | Path, role: str = "draft") -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint in `folder` by name, from the headers.
 
     Args:
-        kind: whose checkpoint it is, for messages.
+        role: whose checkpoint it is, for messages.
 
     Raises:
         ConfigError: there is no safetensors file, one is damaged, two hold the same name, or the
             index names one that is not there.
     """
     if (Path(folder) / INDEX).is_file():
-        _check_index(kind, Path(folder))
-    found = {}
-    for name, stored, opened in each_tensor(folder, framework="numpy", kind=kind):
+        _check_index(role, Path(folder))
+    tensors = {}
+    for name, stored, opened in each_tensor(folder, framework="numpy", role=role):
         tensor = opened.get_slice(stored)
-        found[name] = StoredTensor(tensor.get_dtype(), tuple(tensor.get_shape()))
-    return found
+        tensors[name] = StoredTensor(tensor.get_dtype(), tuple(tensor.get_shape()))
+    return tensors
 
 
 def each_tensor(
-    folder: str | Path, *, framework: str, kind: str = "draft"
+    folder: str | Path, *, framework: str, role: str = "draft"
 ) -> Iterator[tuple[str, str, Any]]:
     """Name, stored name and open file of every tensor of the checkpoint in `folder`.
 
     Args:
         framework: what `safetensors.safe_open` makes tensors of, "pt" or "numpy".
-        kind: whose checkpoint it is, for messages.
+        role: whose checkpoint it is, for messages.
 
     Raises:
         ConfigError: as `stored_tensors`, but for the index.
     """
-    what, where = f"{kind} checkpoint", str(folder)
+    field, where = f"{role} checkpoint", str(folder)
     files = named_files(folder, "*.safetensors")
     if not files:
         others = [file.name for file in named_files(folder, *_PICKLES)]
         only = f", only {others[0]}{and_more(others)}" if others else ""
         required = f"no .safetensors file in it{only}; weights are read from safetensors files"
-        raise ConfigError(what, where, required)
+        raise ConfigError(field, where, required)
     seen: dict[str, Path] = {}
     for file in files:
-        with _opened(what, file, framework) as opened:
+        with _opened(field, file, framework) as opened:
             for stored in opened.keys():  # noqa: SIM118 - the handle does not iterate
                 name = plain_name(stored)
                 if name in seen:
                     second = f"in two files, the second is {file.name}"
                     twice = f"twice in {file.name}, under two spellings"
-                    raise ConfigError(what, name, twice if seen[name] == file else second)
+                    raise ConfigError(field, name, twice if seen[name] == file else second)
                 seen[name] = file
                 yield name, stored, opened
 
@@ -88,7 +88,7 @@ def has_weights(folder: Path) -> bool:
     return bool(named_files(folder, "*.safetensors", *_PICKLES))
 
 
-def local_weight_bytes(kind: str, folder: Path) -> int | None:
+def local_weight_bytes(role: str, folder: Path) -> int | None:
     """Bytes of the safetensors weights in `folder`: their index's total, or else the size of the
     files. None if there are none.
 
@@ -97,20 +97,20 @@ def local_weight_bytes(kind: str, folder: Path) -> int | None:
     """
     files = named_files(folder, "*.safetensors")
     for file in files:
-        with _opened(f"{kind} checkpoint", file, "numpy"):
+        with _opened(f"{role} checkpoint", file, "numpy"):
             pass
-    total = _check_index(kind, folder, bool(files)) if (folder / INDEX).is_file() else 0
+    total = _check_index(role, folder, bool(files)) if (folder / INDEX).is_file() else 0
     return total or sum(file.stat().st_size for file in files) or None
 
 
-def _check_index(kind: str, folder: Path, has_files: bool = True) -> int:
+def _check_index(role: str, folder: Path, has_files: bool = True) -> int:
     """The bytes of the index's tensors, 0 if it does not tell.
 
     Raises:
         ConfigError: the index is not JSON, one of its fields is of another type, or with
             `has_files` a file that it names is not there.
     """
-    what, index = f"{kind} checkpoint", read_json_object(folder / INDEX, f"{kind} checkpoint")
+    field, index = f"{role} checkpoint", read_json_object(folder / INDEX, f"{role} checkpoint")
     names, metadata = index.get("weight_map") or {}, index.get("metadata") or {}
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         required = "an object of tensor names and file names is required"
@@ -120,7 +120,7 @@ def _check_index(kind: str, folder: Path, has_files: bool = True) -> int:
     absent = [name for name in sorted(set(names.values())) if not isfile(folder / name)]
     if absent and has_files:
         required = f"{INDEX} names {shown(absent[0])}{and_more(absent)}; download what is missing"
-        raise ConfigError(what, str(folder), required)
+        raise ConfigError(field, str(folder), required)
     total = metadata.get("total_size")
     return int(total) if isinstance(total, int | float) and 0 < total < 2**63 else 0
 
@@ -131,16 +131,16 @@ def named_files(folder: str | Path, *patterns: str) -> list[Path]:
 
 
 @contextmanager
-def _opened(what: str, file: Path, framework: str) -> Iterator[Any]:
+def _opened(field: str, file: Path, framework: str) -> Iterator[Any]:
     if not file.is_file():
-        found = "a folder" if file.is_dir() else "a link to a file that is not there"
-        raise ConfigError(what, str(file), f"{found}; a safetensors file is required")
+        problem = "a folder" if file.is_dir() else "a link to a file that is not there"
+        raise ConfigError(field, str(file), f"{problem}; a safetensors file is required")
     try:
         with safe_open(file, framework=framework) as opened:
             yield opened
     except (SafetensorError, OSError) as error:
         required = f"truncated or damaged ({cut(str(error))}); download it again"
-        raise ConfigError(what, str(file), required) from error
+        raise ConfigError(field, str(file), required) from error
 
 
 def and_more(names: list[str]) -> str:

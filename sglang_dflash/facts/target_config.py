@@ -125,10 +125,10 @@ class TargetGeometry:
         )
 
 
-def share_of_rank(what: str, total: int, ranks: int) -> int:
+def share_of_rank(quantity: str, total: int, ranks: int) -> int:
     """Raises ConfigError if the ranks do not divide it."""
     if total % ranks:
-        raise ConfigError("tp_size", ranks, f"it does not divide the {what} ({total})")
+        raise ConfigError("tp_size", ranks, f"it does not divide the {quantity} ({total})")
     return total // ranks
 
 
@@ -152,8 +152,8 @@ def _latent_width(text: Fields) -> int | None:
 
 
 def _sliding_layers(raw: Mapping[str, Any], text: Fields, depth: int) -> int:
-    found = raw.get("architectures")
-    named = found if isinstance(found, list) else []
+    architectures = raw.get("architectures")
+    named = architectures if isinstance(architectures, list) else []
     if not any(name in named for name in _POOLED):
         return 0
     types = text.layer_types(depth)
@@ -184,7 +184,7 @@ def _blocks(text: Fields) -> tuple[str, ...]:
     else:
         blocks = tuple(_BLOCKS.get(letter, "") for letter in text.word(name) or "")
     if not set(blocks) <= set(_BLOCKS.values()) or "attention" not in blocks:
-        kinds = ", ".join(f"{kind} ({letter})" for letter, kind in _BLOCKS.items())
+        kinds = ", ".join(f"{block_type} ({letter})" for letter, block_type in _BLOCKS.items())
         raise text.error(name, f"layers of the kinds {kinds}, with attention among them,")
     return blocks
 
@@ -192,7 +192,7 @@ def _blocks(text: Fields) -> tuple[str, ...]:
 def _recurrent_layers(text: Fields, depth: int) -> int:
     types = text.layer_types(depth)
     if types is not None:
-        return sum("linear" in kind or "mamba" in kind for kind in types)
+        return sum("linear" in layer_type or "mamba" in layer_type for layer_type in types)
     if "full_attention_interval" not in text:
         return 0
     return depth - depth // text.positive_int("full_attention_interval")

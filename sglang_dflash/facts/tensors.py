@@ -94,22 +94,22 @@ def layout(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
         for ours in (("qkv_proj", "o_proj") if config.attention_bias else ())
     }
     whole = {"fc": (width, config.target_hidden_width), "hidden_norm": (width,), "norm": (width,)}
-    found: dict[str, tuple[Part, ...]] = {
+    parameters: dict[str, tuple[Part, ...]] = {
         f"{name}.weight": (Part(f"{name}.weight", shape),) for name, shape in whole.items()
     }
     if config.draft_vocab_size is not None:
         rows = (config.draft_vocab_size, width)
-        found["lm_head.weight"] = (Part("lm_head.weight", rows, "rows"),)
-    found |= {name: (Part(name, shape),) for name, shape in _selector(config).items()}
+        parameters["lm_head.weight"] = (Part("lm_head.weight", rows, "rows"),)
+    parameters |= {name: (Part(name, shape),) for name, shape in _selector(config).items()}
     for i in range(config.num_hidden_layers):
         convolutions = _convolutions(config, f"layers.{i}.")
-        found |= {name: (Part(name, shape),) for name, shape in convolutions.items()}
-        for kind, modules in (("weight", matrices), ("bias", biases)):
+        parameters |= {name: (Part(name, shape),) for name, shape in convolutions.items()}
+        for suffix, modules in (("weight", matrices), ("bias", biases)):
             for ours, parts in modules.items():
-                found[f"layers.{i}.{ours}.{kind}"] = tuple(
-                    part._replace(name=f"layers.{i}.{part.name}.{kind}") for part in parts
+                parameters[f"layers.{i}.{ours}.{suffix}"] = tuple(
+                    part._replace(name=f"layers.{i}.{part.name}.{suffix}") for part in parts
                 )
-    return found
+    return parameters
 
 
 def _selector(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -202,8 +202,8 @@ def check_tensors(
     expected = {name: shape for name, shape in expected.items() if name in tensors}
     for name, shape in expected.items():
         if tensors[name].shape != shape:
-            found = list(tensors[name].shape)
-            raise ConfigError(_tensor(name), found, f"the config asks for {list(shape)}")
+            stored_shape = list(tensors[name].shape)
+            raise ConfigError(_tensor(name), stored_shape, f"the config asks for {list(shape)}")
     # Copies of the target's embedding and head are ignored: the draft borrows the target's.
     known = {*expected, "embed_tokens.weight", "lm_head.weight"}
     known |= {D2T, T2D} if is_part else check_map(config, tensors)

@@ -177,7 +177,7 @@ def builtin_reason(settings: Any, attention: str | None) -> str | None:
     """The first setting for whose sake SGLang's own worker serves; None without one.
 
     Args:
-        settings: SGLang's, resolved, or `Given`.
+        settings: SGLang's, resolved, or `CommandLineSettings`.
         attention: see `Unserved.is_given`.
     """
     for row in UNSERVED:
@@ -238,7 +238,7 @@ IGNORED = (
 )  # fmt: skip
 
 
-class Given:
+class CommandLineSettings:
     """The settings of a launch command: any that it does not give is None.
 
     Args:

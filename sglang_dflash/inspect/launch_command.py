@@ -18,7 +18,7 @@ from sglang_dflash.facts.refused import (
     why_not_adaptive,
 )
 from sglang_dflash.facts.server_flags import COMMAND, rows, settings_of
-from sglang_dflash.facts.unserved import Given, builtin_reason
+from sglang_dflash.facts.unserved import CommandLineSettings, builtin_reason
 from sglang_dflash.inspect.serving import Serving
 
 # A setting of a server -> the flag of `sglang-dflash inspect`.
@@ -131,7 +131,7 @@ def read(command: Sequence[str]) -> Launch:
     _check_algorithm(settings.get("speculative_algorithm"))
     if "speculative_draft_model_path" not in settings:
         settings["speculative_draft_model_path"] = published_draft(settings["model_path"])
-    _check(Given(settings))
+    _check(CommandLineSettings(settings))
     words = [settings[name] for name in _PAIR]
     left_out = []
     for name, value in settings.items():
@@ -156,7 +156,7 @@ def _check_algorithm(name: str | None) -> None:
         raise ConfigError(flag, name, required)
 
 
-def _check(settings: Given) -> None:
+def _check(settings: CommandLineSettings) -> None:
     """Raise ConfigError for what a server refuses, and the arithmetic does not read."""
     refuse_ray(settings)
     refuse_trusted(settings)
@@ -195,4 +195,4 @@ def _builtin(settings: Mapping[str, Any]) -> str | None:
     if settings.get("speculative_dflash_worker") == "builtin":
         return "--speculative-dflash-worker builtin"
     attention = settings.get("speculative_draft_attention_backend")
-    return builtin_reason(Given(settings), attention)
+    return builtin_reason(CommandLineSettings(settings), attention)
