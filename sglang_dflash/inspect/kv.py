@@ -11,7 +11,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.pools import running_requests
 from sglang_dflash.facts.server import BUILTIN
 from sglang_dflash.facts.sizes import Charge, GroupKV, draft_kv_charge
-from sglang_dflash.inspect.pair import Judged
+from sglang_dflash.inspect.pair import ServingDecision
 
 GIB = 2**30
 
@@ -50,7 +50,7 @@ DraftGroup = tuple[LayerGroup, GroupKV]
 
 
 def draft_groups(
-    judged: Judged, options: ResolvedOptions, draft_kv: int, requests: int
+    decision: ServingDecision, options: ResolvedOptions, draft_kv: int, requests: int
 ) -> list[DraftGroup]:
     """Return the groups of the draft's layers; one of all layers if its config is not known or
     another worker serves.
@@ -58,23 +58,23 @@ def draft_groups(
     Args:
         draft_kv: bytes of a token, over all layers.
     """
-    config, reach = judged.config, options.reach
-    if config is None or judged.worker == BUILTIN:
-        ring = None if judged.worker == BUILTIN else options.ring_entries(reach, requests)
+    config, reach = decision.config, options.reach
+    if config is None or decision.worker == BUILTIN:
+        ring = None if decision.worker == BUILTIN else options.ring_entries(reach, requests)
         return [(LayerGroup(reach, (), ()), GroupKV(draft_kv, ring))]
     each = draft_kv // config.num_hidden_layers
     return [
-        (of, GroupKV(len(of.numbers) * each, options.ring_entries(of.reach, requests)))
-        for of in config.groups(reach)
+        (group, GroupKV(len(group.numbers) * each, options.ring_entries(group.reach, requests)))
+        for group in config.groups(reach)
     ]
 
 
-def _described(of: LayerGroup, kv: GroupKV, target_tokens: int) -> dict[str, Any]:
+def _described(group: LayerGroup, kv: GroupKV, target_tokens: int) -> dict[str, Any]:
     """A group beside a target pool of that many tokens."""
     entries = kv.entries(target_tokens)
     return {
-        "layers": list(of.numbers),
-        "window": of.reach.tokens,
+        "layers": list(group.numbers),
+        "window": group.reach.tokens,
         "entries": target_tokens if entries is None else entries,
         "ring": entries is not None,
         "bytes": Charge.of([kv], target_tokens).total(target_tokens),

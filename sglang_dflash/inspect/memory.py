@@ -25,7 +25,7 @@ from sglang_dflash.facts.server import OURS
 from sglang_dflash.facts.sizes import KV_DTYPES, GroupKV
 from sglang_dflash.facts.target_config import TargetGeometry, kv_heads_of_rank
 from sglang_dflash.inspect.kv import GIB, StatePool, draft_groups, split_kv, state_pool
-from sglang_dflash.inspect.pair import Judged
+from sglang_dflash.inspect.pair import ServingDecision
 from sglang_dflash.inspect.serving import Serving
 
 # Multiprocessors of an H100; SGLang's head dim of a target with latent attention.
@@ -35,35 +35,35 @@ _PROCESSORS, _LATENT_HEAD_DIM = 132, 256
 def memory_of(
     target: ModelFacts,
     draft: ModelFacts,
-    judged: Judged,
+    decision: ServingDecision,
     options: ResolvedOptions,
     serving: Serving,
 ) -> dict[str, Any]:
     """Return the division of one GPU's memory, by name. Raises ConfigError."""
-    requests, ranks, config = serving.max_running_requests, serving.tp_size, judged.config
+    requests, ranks, config = serving.max_running_requests, serving.tp_size, decision.config
     part = replace(
-        judged,
-        geometry=judged.geometry.of_rank(ranks),
+        decision,
+        geometry=decision.geometry.of_rank(ranks),
         config=config and sizes.draft_of_rank(config, ranks),
     )
     target_kv, draft_kv = _kv_bytes(draft, part, serving)
-    recurrent = _recurrent(part.geometry, judged.worker, options.verify_block)
-    steps = _step_bytes(judged, part.geometry, options, serving, draft_kv)
+    recurrent = _recurrent(part.geometry, decision.worker, options.verify_block)
+    steps = _step_bytes(decision, part.geometry, options, serving, draft_kv)
     of_target, of_draft = (
         None if size is None else -(-size // ranks)
-        for size in (_target_weights(target, judged.geometry, serving), draft.weight_bytes)
+        for size in (_target_weights(target, decision.geometry, serving), draft.weight_bytes)
     )
     of_draft = sizes.draft_weight_bytes(part.config) if part.config else of_draft
     memory = _kv_memory(serving, of_target, of_draft, steps or 0)
     alone = _kv_memory(serving, of_target, 0, 0)
-    groups = draft_groups(judged, options, draft_kv, requests)
+    groups = draft_groups(decision, options, draft_kv, requests)
     pool, snapshots, plain = _pools(
         serving, memory, steps or 0, alone, recurrent, [kv for _, kv in groups], target_kv, options
     )
     if pool is not None and plain is not None:
         memory, alone = memory - pool.total_bytes, alone - plain.total_bytes
         # A ring serves the requests that the states let run.
-        groups = draft_groups(judged, options, draft_kv, pool.requests)
+        groups = draft_groups(decision, options, draft_kv, pool.requests)
     facts = {
         "target_kv_bytes_per_token": target_kv,
         "draft_kv_bytes_per_token": draft_kv,
@@ -209,7 +209,11 @@ def _kv_memory(serving: Serving, target: int | None, draft: int | None, steps: i
 
 
 def _step_bytes(
-    judged: Judged, part: TargetGeometry, options: ResolvedOptions, serving: Serving, draft_kv: int
+    decision: ServingDecision,
+    part: TargetGeometry,
+    options: ResolvedOptions,
+    serving: Serving,
+    draft_kv: int,
 ) -> int | None:
     """Bytes that our worker reserves for draft steps; None if another worker serves.
 
@@ -220,8 +224,8 @@ def _step_bytes(
     Raises:
         ConfigError: the draft attention backend cannot serve the draft.
     """
-    config, requests = judged.config, serving.max_running_requests
-    if judged.worker != OURS or config is None:
+    config, requests = decision.config, serving.max_running_requests
+    if decision.worker != OURS or config is None:
         return None
     attention = choose_attention(
         serving.attention, config, "cuda", CAPABILITIES, serving.dtype_of_draft_kv
@@ -254,12 +258,12 @@ def _step_bytes(
     return draft_memory(config, server).total
 
 
-def _kv_bytes(draft: ModelFacts, judged: Judged, serving: Serving) -> tuple[int, int]:
+def _kv_bytes(draft: ModelFacts, decision: ServingDecision, serving: Serving) -> tuple[int, int]:
     """KV bytes of one token, of the target and of the draft."""
     itemsize = KV_DTYPES[serving.kv_dtype or "bfloat16"]
-    of_target = sizes.target_kv_bytes(judged.geometry, itemsize)
-    if judged.config:
-        shape = judged.config.kv_shape
+    of_target = sizes.target_kv_bytes(decision.geometry, itemsize)
+    if decision.config:
+        shape = decision.config.kv_shape
     else:
         layers, two, heads, dim = draft_kv_shape(draft_fields(draft.config))
         shape = (layers, two, kv_heads_of_rank("draft", heads, serving.tp_size), dim)

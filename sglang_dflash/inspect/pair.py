@@ -19,7 +19,7 @@ from sglang_dflash.facts.tensors import check_embedding, check_tensors, check_va
 
 
 @dataclass(frozen=True)
-class Judged:
+class ServingDecision:
     """The worker that serves a pair, and the configs that decide it.
 
     Attributes:
@@ -34,7 +34,7 @@ class Judged:
     reason: str | None
 
 
-def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
+def decide_worker(target: ModelFacts, draft: ModelFacts) -> ServingDecision:
     """The choice that `serving.start.choose_worker` makes for a server without further flags, from
     files only.
 
@@ -55,7 +55,7 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
         except UnsupportedDraft as other:
             worker, reason = BUILTIN, str(other)
     _check(target, draft, config, geometry)
-    return Judged(geometry, config, worker, reason)
+    return ServingDecision(geometry, config, worker, reason)
 
 
 def _check(
@@ -160,8 +160,8 @@ def _architecture(raw: Mapping[str, Any]) -> str | None:
 def _layer(layer: LayerAttention) -> str:
     notes = [] if layer.sliding_window is None else [f"window {layer.sliding_window}"]
     notes += ["causal"] if layer.causal else []
-    kind = "full" if layer.sliding_window is None else "sliding"
-    return f"{kind} ({', '.join(notes)})" if notes else kind
+    attention = "full" if layer.sliding_window is None else "sliding"
+    return f"{attention} ({', '.join(notes)})" if notes else attention
 
 
 def _layers(fields: Fields) -> str | None:
@@ -178,7 +178,7 @@ def _layers(fields: Fields) -> str | None:
 
 def _runs(kinds: list[str]) -> str:
     """Runs of equal layers, first to last: "4 sliding (window 2048, causal), 1 full"."""
-    return ", ".join(f"{len(list(run))} {kind}" for kind, run in groupby(kinds))
+    return ", ".join(f"{len(list(run))} {layer}" for layer, run in groupby(kinds))
 
 
 def _rope(config: DraftConfig) -> str:

@@ -17,11 +17,11 @@ from sglang_dflash.facts.sizes import KV_DTYPES
 from sglang_dflash.inspect import words
 from sglang_dflash.inspect.memory import memory_of
 from sglang_dflash.inspect.pair import (
-    Judged,
+    ServingDecision,
     context_of,
+    decide_worker,
     describe_draft,
     describe_target,
-    judge,
     other_target,
 )
 from sglang_dflash.inspect.serving import Serving
@@ -44,24 +44,24 @@ def _longest(target: ModelFacts, config: DraftConfig | None, serving: Serving) -
     return context
 
 
-def judged_pair(
+def decide_pair(
     target: ModelFacts,
     draft: ModelFacts,
     options: Options,
     serving: Serving,
     builtin: str | None,
-) -> tuple[Judged, ResolvedOptions]:
+) -> tuple[ServingDecision, ResolvedOptions]:
     """Return the worker that serves a pair, and the options resolved for its draft. Raises
     ConfigError.
 
     Args:
         builtin: the setting with which SGLang's worker serves; None without one.
     """
-    judged = judge(target, draft)
-    if builtin is not None and judged.worker == OURS:
-        judged = replace(judged, worker=BUILTIN, reason=builtin)
-    context = _longest(target, judged.config, serving)
-    return judged, replace(_resolve(options, draft, judged.config), context=context)
+    decision = decide_worker(target, draft)
+    if builtin is not None and decision.worker == OURS:
+        decision = replace(decision, worker=BUILTIN, reason=builtin)
+    context = _longest(target, decision.config, serving)
+    return decision, replace(_resolve(options, draft, decision.config), context=context)
 
 
 def inspect(
@@ -84,9 +84,9 @@ def inspect(
         ConfigError: the pair or an option does not fit, a needed fact is unknown, or no memory is
             left for KV.
     """
-    judged, resolved = judged_pair(target, draft, options, serving, builtin)
-    geometry, config = judged.geometry, judged.config
-    memory = memory_of(target, draft, judged, resolved, serving)
+    decision, resolved = decide_pair(target, draft, options, serving, builtin)
+    geometry, config = decision.geometry, decision.config
+    memory = memory_of(target, draft, decision, resolved, serving)
     resolved.check_room(memory["target_tokens"])
     names = spelled(Options.__dataclass_fields__, verify_block="--block-size")
     findings = resolved.warnings(config, names) if config else []
@@ -98,8 +98,8 @@ def inspect(
         "warnings": warnings + [str(finding) for finding in findings],
         "target": target.name,
         "draft": draft.name,
-        "worker": judged.worker,
-        "worker_reason": judged.reason,
+        "worker": decision.worker,
+        "worker_reason": decision.reason,
         **describe_target(target, geometry),
         **describe_draft(draft, config),
         "block_size": resolved.verify_block,

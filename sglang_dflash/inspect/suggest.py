@@ -19,7 +19,7 @@ from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.server import BUILTIN, OURS
 from sglang_dflash.inspect.launch_command import server_flags
 from sglang_dflash.inspect.memory import is_quantized, memory_of
-from sglang_dflash.inspect.report import judged_pair
+from sglang_dflash.inspect.report import decide_pair
 from sglang_dflash.inspect.serving import Serving
 
 # More requests than any server runs.
@@ -75,7 +75,7 @@ def suggest(pair: Pair, sessions: int | None = None) -> dict[str, Any]:
         `sessions`, `flags`, `cost` and `command`.
     """
     served = most(pair, AS_ASKED)
-    found: dict[str, Any] = {
+    counts: dict[str, Any] = {
         "as served": served,
         "SGLang's worker": most(pair._replace(builtin=_BUILTIN_FLAG), AS_ASKED),
         "without a draft": most(pair, AS_ASKED, drafts=False),
@@ -94,7 +94,7 @@ def suggest(pair: Pair, sessions: int | None = None) -> dict[str, Any]:
                     "command": command_of(pair, set_up, number),
                 }
             )
-    return {"most": found, "command": command, "set_ups": rows[:_SHOWN]}
+    return {"most": counts, "command": command, "set_ups": rows[:_SHOWN]}
 
 
 def most(pair: Pair, set_up: SetUp, *, drafts: bool = True) -> int:
@@ -106,16 +106,16 @@ def most(pair: Pair, set_up: SetUp, *, drafts: bool = True) -> int:
     options = replace(pair.options, **set_up.options)
     serving = replace(pair.serving, **set_up.serving)
     try:
-        judged, resolved = judged_pair(pair.target, pair.draft, options, serving, pair.builtin)
+        decision, resolved = decide_pair(pair.target, pair.draft, options, serving, pair.builtin)
     except ConfigError:
         return 0
     fact = "requests_at_context" if drafts else "requests_at_context_without_draft"
-    recurrent = bool(judged.geometry.recurrent_layers)
+    recurrent = bool(decision.geometry.recurrent_layers)
 
     def fits(requests: int) -> bool:
         bounded = replace(serving, **_bounds(requests, recurrent))
         try:
-            memory = memory_of(pair.target, pair.draft, judged, resolved, bounded)
+            memory = memory_of(pair.target, pair.draft, decision, resolved, bounded)
             resolved.check_room(memory["target_tokens"])
         except ConfigError:
             return False
@@ -174,9 +174,9 @@ def _set_ups(pair: Pair, *, combined: bool) -> Iterator[SetUp]:
 def _changes(pair: Pair) -> Iterator[SetUp]:
     """Changes on the same GPUs."""
     options, serving = pair.options, pair.serving
-    judged, resolved = judged_pair(pair.target, pair.draft, options, serving, pair.builtin)
-    if judged.worker == OURS and judged.config is not None and options.window is None:
-        windows = [group.reach.tokens for group in judged.config.groups(resolved.reach)]
+    decision, resolved = decide_pair(pair.target, pair.draft, options, serving, pair.builtin)
+    if decision.worker == OURS and decision.config is not None and options.window is None:
+        windows = [group.reach.tokens for group in decision.config.groups(resolved.reach)]
         if None in windows:
             window = max((each for each in windows if each), default=4096)
             cost = "drafts of long contexts may be accepted less often"
@@ -200,9 +200,9 @@ def command_of(pair: Pair, set_up: SetUp, requests: int) -> str:
     """The launch command of a server that runs so many requests."""
     settings = {**_given(pair.options), **_given(pair.serving)}
     settings |= {**set_up.options, **set_up.serving}
-    judged, _ = judged_pair(pair.target, pair.draft, pair.options, pair.serving, pair.builtin)
-    settings |= _bounds(requests, bool(judged.geometry.recurrent_layers))
-    worker = _BUILTIN_FLAG.split() if judged.worker == BUILTIN and pair.builtin else []
+    decision, _ = decide_pair(pair.target, pair.draft, pair.options, pair.serving, pair.builtin)
+    settings |= _bounds(requests, bool(decision.geometry.recurrent_layers))
+    worker = _BUILTIN_FLAG.split() if decision.worker == BUILTIN and pair.builtin else []
     words = [
         "sglang", "serve", "--model-path", pair.target.name, "--speculative-algorithm", "DFLASH",
         "--speculative-draft-model-path", pair.draft.name, *worker, *server_flags(settings),

@@ -104,9 +104,9 @@ def _command(command: str) -> list[str]:
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
-def _suggestions(found: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
+def _suggestions(suggestions: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
     """The most requests at a time, the command for them, and other set-ups."""
-    counts = ", ".join(f"{name} {count}" for name, count in found["most"].items())
+    counts = ", ".join(f"{name} {count}" for name, count in suggestions["most"].items())
     bounds = "--max-running-requests"
     if report["recurrent_layers"]:
         bounds += " and --max-mamba-cache-size"
@@ -116,16 +116,16 @@ def _suggestions(found: Mapping[str, Any], report: Mapping[str, Any]) -> list[st
             f"{counts}"
         )
     ]
-    if found["command"]:
-        lines += ["", *_command(found["command"])]
-    rows = found["set_ups"]
+    if suggestions["command"]:
+        lines += ["", *_command(suggestions["command"])]
+    rows = suggestions["set_ups"]
     if rows:
         lines += ["", "others, the cheapest first"]
         lines += [
             _filled(f"  {row['sessions']:>5}  {row['flags']} ({row['cost']})", " " * 9)
             for row in rows
         ]
-    elif not found["command"]:
+    elif not suggestions["command"]:
         lines += ["", "no set-up that is known here runs as many"]
     return lines
 
@@ -173,7 +173,7 @@ def _readable_group(group: Mapping[str, Any]) -> str:
         "all layers read" if not count else f"{count} layers read" if count > 1 else "1 layer reads"
     )
     reads = f"the last {group['window']:,} tokens" if group["window"] else "all tokens"
-    kind = (
+    storage = (
         f"a ring of {group['entries']:,} entries" if group["ring"] else "an entry per target slot"
     )
-    return f"{who} {reads}: {kind}, {group['bytes'] / GIB:.3f} GiB"
+    return f"{who} {reads}: {storage}, {group['bytes'] / GIB:.3f} GiB"
