@@ -63,8 +63,8 @@ def walk_kernel(
         # NaN counts as the largest, as in torch.
         b_scores = tl.where(b_scores != b_scores, float("inf"), b_scores)
         b_scores = tl.where(m_k, b_scores, float("-inf"))
-        best, which = tl.max(b_scores, 0, return_indices=True, return_indices_tie_break_left=True)
-        i_before = tl.sum(tl.where(o_k == which, b_ids, 0), 0)
+        best, i_best = tl.max(b_scores, 0, return_indices=True, return_indices_tie_break_left=True)
+        i_before = tl.sum(tl.where(o_k == i_best, b_ids, 0), 0)
         i_taken = tl.where(tl.abs(best) < float("inf"), i_before, -1)
         tl.store(p_out + i_rule * tl.num_programs(0) * P + i_row, i_taken)
 

@@ -191,8 +191,8 @@ class TorchOps:
                 if walk_noise is not None:
                     at = ids[:, place, None]
                     scores = walk_noise.scores(scores[:, None], at, first=place + 1)[:, 0]
-                best, which = scores.max(-1)
-                before = ids[:, place].gather(1, which[:, None])[:, 0]
+                best, index = scores.max(-1)
+                before = ids[:, place].gather(1, index[:, None])[:, 0]
                 taken.append(before.where(best.isfinite(), -1))
             walks.append(torch.stack(taken, 1))
         return walks[0] if noise is None else torch.stack(walks)

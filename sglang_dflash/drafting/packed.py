@@ -150,8 +150,8 @@ def pack_linears(module: nn.Module, float16: bool = False) -> None:
         if type(child) is nn.Linear:
             packed = pack(child.weight.data, float16)
             if packed is not None:
-                made = PackedLinear(packed, child.bias, child.out_features, float16)
-                setattr(module, name, made)
+                packed_linear = PackedLinear(packed, child.bias, child.out_features, float16)
+                setattr(module, name, packed_linear)
         else:
             pack_linears(child, float16)
 

@@ -138,9 +138,9 @@ def check_recording(
             shortfall = eager.head.shortfall(hidden, bonus, drafted, rule_noise).max().item()
             # A NaN fails: it is not below anything.
             if not shortfall <= TOLERANCE[draw.dtype]:
-                where = f"recorded {label}proposal of {count} requests on {draw.device.type}"
+                check = f"recorded {label}proposal of {count} requests on {draw.device.type}"
                 problem = f"it drafts tokens that are less likely by {shortfall:.3g} of the largest"
-                raise _failed(where, f"{problem} score ({TOLERANCE[draw.dtype]:g} is allowed)")
+                raise _failed(check, f"{problem} score ({TOLERANCE[draw.dtype]:g} is allowed)")
     finally:
         req_to_token[rows, :length] = 0
         clear(eager.groups)

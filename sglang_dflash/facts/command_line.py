@@ -53,10 +53,9 @@ def add_flags(
     for name, spellings in names.items():
         option = known[name]
         shown = {name: option.default, **(defaults or {})}[name]
-        how = {**option.metadata, "help": option.metadata["help"].replace("{default}", str(shown))}
-        parser.add_argument(
-            *spellings.split(), dest=name, default=argparse.SUPPRESS, **_kind(types[name]), **how
-        )
+        text = option.metadata["help"].replace("{default}", str(shown))
+        keywords = {**_kind(types[name]), **option.metadata, "help": text}
+        parser.add_argument(*spellings.split(), dest=name, default=argparse.SUPPRESS, **keywords)
 
 
 def _kind(hint: Any) -> dict[str, Any]:
@@ -119,12 +118,12 @@ def explained(parser: argparse.ArgumentParser, message: str) -> list[str]:
     if choice is not None:
         known = re.findall(r"[^\s',]+", choice[3])
         near = difflib.get_close_matches(choice[2], known, 1)
-        meant = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
-        lines = [f"{choice[1]}: {choice[2]!r}; {meant}"]
+        suggestion = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+        lines = [f"{choice[1]}: {choice[2]!r}; {suggestion}"]
     return lines[:3]
 
 
 def _no_such(flag: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(flag, known, 1)
-    meant = f"did you mean {near[0]}?" if near else "--help lists them"
-    return f"{flag}: there is no such flag; {meant}"
+    suggestion = f"did you mean {near[0]}?" if near else "--help lists them"
+    return f"{flag}: there is no such flag; {suggestion}"

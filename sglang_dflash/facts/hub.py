@@ -24,8 +24,8 @@ def check_path(field: str, name: str) -> None:
     if not is_path or "://" in name or exists(name):
         return
     near = _near_folder(name)
-    meant = f"; did you mean {near!r}?" if near else ""
-    raise ConfigError(field, name, f"there is no such folder here{meant}")
+    suggestion = f"; did you mean {near!r}?" if near else ""
+    raise ConfigError(field, name, f"there is no such folder here{suggestion}")
 
 
 def _near_folder(name: str) -> str | None:
@@ -111,8 +111,8 @@ def fetch_config(role: str, name: str, *, offline: bool = False) -> tuple[Path, 
     import httpx
 
     check_path(role, name)
-    where = "is in the local cache" if offline else "could be fetched from the hub"
-    required = f"it is neither a folder here nor a model whose config.json {where}"
+    source = "is in the local cache" if offline else "could be fetched from the hub"
+    required = f"it is neither a folder here nor a model whose config.json {source}"
     with _hub_errors(role, name, required):
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled

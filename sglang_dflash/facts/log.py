@@ -13,6 +13,6 @@ class Log(logging.LoggerAdapter[logging.Logger]):
     def __init__(self, module: str) -> None:
         super().__init__(logging.getLogger(module))
 
-    def log(self, level: int, msg: object, *args: object, **how: Any) -> None:
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         name = f"{logging.getLevelName(level)}: " if level > logging.INFO else ""
-        super().log(level, f"sglang-dflash: {name}{msg}", *args, **how)
+        super().log(level, f"sglang-dflash: {name}{msg}", *args, **kwargs)

@@ -183,13 +183,13 @@ class Capacity:
         running = min(self.carried, by_tokens)
         if running >= self.requests:
             return None
-        said = f"--max-running-requests {self.requests}: {running} run at a time, for "
+        beginning = f"--max-running-requests {self.requests}: {running} run at a time, for "
         if self.states is None or by_tokens < self.carried:
-            return f"{said}K/V has {self.tokens:,} tokens; raise --mem-fraction-static"
+            return f"{beginning}K/V has {self.tokens:,} tokens; raise --mem-fraction-static"
         needed = self.requests * self.per_request
         gib = (needed - self.states) * self.state / 2**30
         return (
-            f"{said}{self.states} recurrent states carry no more ({self.per_request} each); "
+            f"{beginning}{self.states} recurrent states carry no more ({self.per_request} each); "
             f"--max-mamba-cache-size {needed} carries {self.requests}, for {gib:.2f} GiB of K/V, "
             f"and --max-running-requests {running} frees what is reserved for more requests"
         )

@@ -28,9 +28,9 @@ def precision(name: str, raw: Mapping[str, Any]) -> str | None:
     )
     texts = name.rstrip("/").rpartition("/")[2], " ".join(str(own.get(key)) for key in _FIELDS)
     for text in texts:
-        for pattern, said in _SAID:
+        for pattern, label in _SAID:
             if re.search(pattern, text.casefold()):
-                return said
+                return label
     return None
 
 

@@ -233,8 +233,8 @@ class ServerInfo:
         memory = [_draft_kv(self.reports[0])] if self.reports else []
         if self.target_kv_tokens is not None:
             memory.append(f"target KV {self.target_kv_tokens:,} tokens")
-        who = _who(self.reports[0]) if self.reports else self.worker
-        return [who, *filter(None, (", ".join(memory), self._acceptance()))]
+        worker = _who(self.reports[0]) if self.reports else self.worker
+        return [worker, *filter(None, (", ".join(memory), self._acceptance()))]
 
     def _acceptance(self) -> str | None:
         length, steps = self.acceptance_length, self.verify_steps
@@ -245,8 +245,8 @@ class ServerInfo:
             return ", ".join([f"acceptance length {length:.2f}{over}", *self._without_drafts()])
         if not self.algorithm:
             return None
-        why = ": no verify step" if self.reports else " (SGLang tells it between log lines)"
-        return f"acceptance length not known yet{why}"
+        reason = ": no verify step" if self.reports else " (SGLang tells it between log lines)"
+        return f"acceptance length not known yet{reason}"
 
     def step_line(self) -> str | None:
         """The time of a decode step and its shares by part, on one line; None before there were
@@ -271,8 +271,8 @@ class ServerInfo:
 
     @property
     def _machine(self) -> Mapping[str, Any]:
-        told = [state["machine"] for state in self.states if state.get("machine")]
-        return told[0] if told else {}
+        machines = [state["machine"] for state in self.states if state.get("machine")]
+        return machines[0] if machines else {}
 
     def machine(self) -> dict[str, str]:
         """The server's dtype, device, engine and torch version."""

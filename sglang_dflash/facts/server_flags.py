@@ -71,20 +71,20 @@ def rows() -> Sequence[Mapping[str, Any]]:
 def parser() -> argparse.ArgumentParser:
     """A server's parser. What is not given does not appear in what it has parsed; --help is a
     switch like another. It raises ConfigError where a server's ends the process."""
-    made = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    flag_parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     for row in rows():
-        takes, how = row.get("takes"), dict[str, Any](dest=row["name"])
+        takes, keywords = row.get("takes"), dict[str, Any](dest=row["name"])
         if takes == "switch":
-            how["action"] = "store_true"
+            keywords["action"] = "store_true"
         elif takes == "on or off":
-            how["action"] = argparse.BooleanOptionalAction
+            keywords["action"] = argparse.BooleanOptionalAction
         else:
             reads = TYPES.get(row.get("type", ""))
-            how |= {"nargs": takes, "choices": row.get("choices"), "type": reads}
+            keywords |= {"nargs": takes, "choices": row.get("choices"), "type": reads}
         # argparse adds the other form of "on or off" itself.
         flags = row["flags"][:1] if takes == "on or off" else row["flags"]
-        made.add_argument(*flags, **how)
-    return made
+        flag_parser.add_argument(*flags, **keywords)
+    return flag_parser
 
 
 def after_program(words: Sequence[str]) -> list[str]:
@@ -118,10 +118,10 @@ def settings_of(command: Sequence[str]) -> dict[str, Any]:
         ConfigError: a server would refuse it: it has a flag that there is not, or a value that
             cannot be read.
     """
-    made = parser()
-    given, others = made.parse_known_args(after_program(command))
+    flag_parser = parser()
+    given, others = flag_parser.parse_known_args(after_program(command))
     if others:
-        made.error(f"unrecognized arguments: {' '.join(others)}")
+        flag_parser.error(f"unrecognized arguments: {' '.join(others)}")
     return vars(given)
 
 

@@ -56,13 +56,13 @@ def each_tensor(
     Raises:
         ConfigError: as `stored_tensors`, but for the index.
     """
-    field, where = f"{role} checkpoint", str(folder)
+    field, path = f"{role} checkpoint", str(folder)
     files = named_files(folder, "*.safetensors")
     if not files:
         others = [file.name for file in named_files(folder, *_PICKLES)]
         only = f", only {others[0]}{and_more(others)}" if others else ""
         required = f"no .safetensors file in it{only}; weights are read from safetensors files"
-        raise ConfigError(field, where, required)
+        raise ConfigError(field, path, required)
     seen: dict[str, Path] = {}
     for file in files:
         with _opened(field, file, framework) as opened:

@@ -123,9 +123,9 @@ def read(command: Sequence[str]) -> Launch:
             DFLASH, or cannot be judged.
     """
     settings = settings_of(command)
-    for name, why in _NOT_JUDGED.items():
+    for name, reason in _NOT_JUDGED.items():
         if name in settings:
-            raise ConfigError(COMMAND, required=f"{_flag(name)}: {why}")
+            raise ConfigError(COMMAND, required=f"{_flag(name)}: {reason}")
     if "model_path" not in settings:
         raise ConfigError(COMMAND, required="missing; --model-path names the target")
     _check_algorithm(settings.get("speculative_algorithm"))

@@ -114,8 +114,8 @@ def inspect(
         **memory,
         "sources": [f"target: {target.source}", f"draft: {draft.source}"],
     }
-    said = {"verdict": words.verdict(facts), "at_context": words.at_context(facts)}
-    return {**said, "assumptions": _assumptions(serving), **facts}
+    summary = {"verdict": words.verdict(facts), "at_context": words.at_context(facts)}
+    return {**summary, "assumptions": _assumptions(serving), **facts}
 
 
 def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) -> ResolvedOptions:

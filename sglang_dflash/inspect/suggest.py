@@ -165,10 +165,10 @@ def _set_ups(pair: Pair, *, combined: bool) -> Iterator[SetUp]:
         yield first.plus(second)
     if len(single) > 2:
         yield single[0].plus(single[1]).plus(single[2])
-    for more in gpus:
-        yield more
+    for gpu_change in gpus:
+        yield gpu_change
         for change in single:
-            yield change.plus(more)
+            yield change.plus(gpu_change)
 
 
 def _changes(pair: Pair) -> Iterator[SetUp]:

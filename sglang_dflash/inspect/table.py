@@ -169,11 +169,11 @@ def _readable(name: str, value: Any) -> str:
 
 def _readable_group(group: Mapping[str, Any]) -> str:
     count = len(group["layers"])
-    who = (
+    readers = (
         "all layers read" if not count else f"{count} layers read" if count > 1 else "1 layer reads"
     )
     reads = f"the last {group['window']:,} tokens" if group["window"] else "all tokens"
     storage = (
         f"a ring of {group['entries']:,} entries" if group["ring"] else "an entry per target slot"
     )
-    return f"{who} {reads}: {storage}, {group['bytes'] / GIB:.3f} GiB"
+    return f"{readers} {reads}: {storage}, {group['bytes'] / GIB:.3f} GiB"

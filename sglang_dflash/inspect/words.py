@@ -13,17 +13,17 @@ from sglang_dflash.facts.server import BUILTIN, OURS
 def verdict(facts: Mapping[str, Any]) -> str:
     """Return which worker serves the pair, and how many tokens its draft KV leaves the target."""
     worker = facts["worker"]
-    who = f"which worker serves is not known: {facts['worker_reason']}"
+    subject = f"which worker serves is not known: {facts['worker_reason']}"
     if worker == OURS:
-        who = "served by sglang-dflash"
+        subject = "served by sglang-dflash"
     elif worker == BUILTIN:
-        who = f"served by SGLang's built-in worker, because of {facts['worker_reason']}"
+        subject = f"served by SGLang's built-in worker, because of {facts['worker_reason']}"
     served, all_kept, without = (
-        f"{facts[f'target_tokens{which}']:,}" for which in ("", "_unbounded", "_without_draft")
+        f"{facts[f'target_tokens{suffix}']:,}" for suffix in ("", "_unbounded", "_without_draft")
     )
     tokens, most = f"{served} tokens of target KV", _percent(facts["target_tokens_gain_ceiling"])
     if worker == BUILTIN:
-        return f"{who}: {tokens}, whatever the window; {without} without a draft"
+        return f"{subject}: {tokens}, whatever the window; {without} without a draft"
     groups = facts["draft_kv_groups"]
     slides = sum(len(group["layers"]) for group in groups if group["window"])
     depth = sum(len(group["layers"]) for group in groups)
@@ -33,17 +33,17 @@ def verdict(facts: Mapping[str, Any]) -> str:
         else f"{slides} of {depth} draft layers slide"
     )
     if not slides and not facts["window"]:
-        return f"{who}: {tokens}; with --window up to +{most}; {without} without a draft"
+        return f"{subject}: {tokens}; with --window up to +{most}; {without} without a draft"
     if not any(group["ring"] for group in groups):
         return (
-            f"{who}: {tokens}; {window}, which frees nothing: {facts['running_requests']} "
+            f"{subject}: {tokens}; {window}, which frees nothing: {facts['running_requests']} "
             f"running requests need as many draft entries; {without} without a draft"
         )
     gain = _percent(facts["target_tokens_gain"])
-    more = "" if slides == depth else f"; with --window up to +{most}"
+    windowed = "" if slides == depth else f"; with --window up to +{most}"
     return (
-        f"{who}: {tokens}, since {window}; {all_kept} if all draft KV were kept (+{gain}); "
-        f"{without} without a draft{more}"
+        f"{subject}: {tokens}, since {window}; {all_kept} if all draft KV were kept (+{gain}); "
+        f"{without} without a draft{windowed}"
     )
 
 
@@ -53,7 +53,7 @@ def at_context(facts: Mapping[str, Any]) -> str | None:
     if facts["context"] is None:
         return None
     served, all_kept, without = (
-        facts[f"requests_at_context{which}"] for which in ("", "_unbounded", "_without_draft")
+        facts[f"requests_at_context{suffix}"] for suffix in ("", "_unbounded", "_without_draft")
     )
     bound = "the KV tokens bound it"
     if served == facts["running_requests"]:

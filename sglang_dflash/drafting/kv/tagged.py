@@ -16,8 +16,8 @@ class TaggedKVCache(DraftKVCache):
 
     tags: Tags
 
-    def __init__(self, num_entries: int, *shape: Any, **more: Any) -> None:
-        super().__init__(num_entries, *shape, **more)
+    def __init__(self, num_entries: int, *shape: Any, **kwargs: Any) -> None:
+        super().__init__(num_entries, *shape, **kwargs)
         device = self.kv.device
         dead = torch.full((num_entries,), num_entries, dtype=torch.int32, device=device)
         owner = torch.arange(num_entries + 1, dtype=torch.int32, device=device)

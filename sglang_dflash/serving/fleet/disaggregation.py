@@ -91,9 +91,9 @@ def send_visible(_result: None, queue: Any, request: Any) -> None:
         return
     send, page_size = sender.send, queue.token_to_kv_pool.page_size
 
-    def send_some(kv_pages: Any, states: Any = None, **more: Any) -> None:
+    def send_some(kv_pages: Any, states: Any = None, **kwargs: Any) -> None:
         pages.keep_visible(states, page_size)
-        send(kv_pages, states, **more)
+        send(kv_pages, states, **kwargs)
 
     sender.send = send_some
 

@@ -211,11 +211,11 @@ class HostTier:
 
 def _one_ahead(begun: Iterator[T]) -> Iterator[T]:
     """The next one is begun before one is used: the thread has something to do meanwhile."""
-    for held in begun:
+    for current in begun:
         for following in begun:
-            yield held
-            held = following
-        yield held
+            yield current
+            current = following
+        yield current
 
 
 def _keep(host_kv: HostKV, at: Tensor, rows: Tensor, live: Tensor) -> None:

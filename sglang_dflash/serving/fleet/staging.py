@@ -120,8 +120,8 @@ class Staging:
             self._free(self._used.popleft())
         # The next buffer has int64, too.
         self._at = -(-byte_range.stop // NUMBER) * NUMBER
-        mine = self._ring[byte_range.start : byte_range.stop]
-        rows, numbers = mine[first:].view(dtype).view(*shape), mine[:first].view(torch.int64)
+        memory = self._ring[byte_range.start : byte_range.stop]
+        rows, numbers = memory[first:].view(dtype).view(*shape), memory[:first].view(torch.int64)
         self._used.append(StagingBuffer(byte_range, rows, numbers))
         return self._used[-1]
 

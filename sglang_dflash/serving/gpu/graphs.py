@@ -121,19 +121,19 @@ def graphed(
     began, buckets = time.perf_counter(), captured_sizes(requests)
     # Recordings are made and replayed without gradients.
     with torch.no_grad():
-        made = GraphedDrafter(drafter, recorder, req_to_token, buckets)
+        graphed = GraphedDrafter(drafter, recorder, req_to_token, buckets)
         # While graphs are captured, all-reduces of eager steps return anything.
         drafter.counters.clear()
         if self_check:
-            check_recording(drafter, made, req_to_token, buckets)
-            made.replays = dict.fromkeys(made.replays, 0)
+            check_recording(drafter, graphed, req_to_token, buckets)
+            graphed.replays = dict.fromkeys(graphed.replays, 0)
     logger.info(
         "draft steps recorded in %.1f s by %s: %s",
         time.perf_counter() - began,
         type(recorder).__name__,
-        made.describe(),
+        graphed.describe(),
     )
-    return made
+    return graphed
 
 
 def target_has_graphs(device: torch.device) -> bool:

@@ -150,9 +150,9 @@ class Series:
         for row in COUNTS:
             if row.series:
                 names = [*labels, row.label] if row.label else [*labels]
-                more = {"multiprocess_mode": "mostrecent"} if row.goes_down else {}
+                options = {"multiprocess_mode": "mostrecent"} if row.goes_down else {}
                 metric_class: Any = Gauge if row.goes_down else Counter
-                metric = metric_class(f"sglang_dflash_{row.series}", row.help, names, **more)
+                metric = metric_class(f"sglang_dflash_{row.series}", row.help, names, **options)
                 self._metrics.append((row, metric))
         self.update(first=True)
 

@@ -100,12 +100,12 @@ def check_as_sglang_reads_it(folder: str, server_args: Any) -> None:
     error = _error_of_sglang(folder, server_args)
     if error is None:
         return
-    said = cut(str(error)) or type(error).__name__
-    told = [name for name, value in raw.items() if name in said or f"`{value}`" in said]
-    named = told[0] if told else _wrong_field(raw)
+    message = cut(str(error)) or type(error).__name__
+    fields = [name for name, value in raw.items() if name in message or f"`{value}`" in message]
+    named = fields[0] if fields else _wrong_field(raw)
     field = "draft checkpoint" if named is None else f"{named} in the draft's config.json"
     value = folder if named is None else raw[named]
-    raise ConfigError(field, value, f"SGLang or Transformers cannot read it ({said})") from error
+    raise ConfigError(field, value, f"SGLang or Transformers cannot read it ({message})") from error
 
 
 def _error_of_sglang(folder: str, server_args: Any) -> Exception | None:

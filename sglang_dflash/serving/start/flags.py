@@ -247,13 +247,13 @@ def check_guard(server_args: Any, tokenizer_workers: int) -> None:
         )
 
 
-def warn_without_effect(server_args: Any, why: str) -> None:
+def warn_without_effect(server_args: Any, reason: str) -> None:
     """Log one line if flags of our worker are given to a server that it does not serve."""
     ours = ("worker", "request_guard")
     given = given_flags.given(server_args)
     lost = [_typed(name) for name in given if name.removeprefix(PREFIX) not in ours]
     if lost:
-        logger.warning("%s: no effect %s", ", ".join(lost), why)
+        logger.warning("%s: no effect %s", ", ".join(lost), reason)
 
 
 def warn_ignored(server_args: Any) -> None:

@@ -197,18 +197,22 @@ def _have_slots(caches: list[Any], bounds: list[int]) -> bool:
     return all(kv.kv_allocated_len >= n for kv, n in zip(caches, bounds, strict=True))
 
 
-def _reserve(batch: ScheduleBatch, most: int) -> None:
-    """Give each request slots for `most` tokens beyond its committed ones; if the pool has fewer,
-    as many to each, but none that its answer cannot reach."""
+def _reserve(batch: ScheduleBatch, max_tokens: int) -> None:
+    """Reserve `max_tokens` slots per request beyond its committed tokens. If the pool has fewer,
+    each gets an equal share, and none that its answer cannot reach."""
     allocator = batch.token_to_kv_pool_allocator
     page = allocator.page_size
-    now, then, tokens = page_aligned_decode_alloc_lens(batch.reqs, reserve=most, page_size=page)
+    current, reserved, tokens = page_aligned_decode_alloc_lens(
+        batch.reqs, reserve=max_tokens, page_size=page
+    )
     if not allocator.check_decode_capacity(num_tokens=tokens, tree_cache=batch.tree_cache):
-        left = sum(now) + allocator.available_size()
-        reserve = bisect_right(range(1, most), left, key=lambda n: sum(_share(batch.reqs, n, page)))
-        then = _share(batch.reqs, max(1, reserve), page)
-        tokens = sum(then) - sum(now)
-    lengths = torch.tensor([now, then], dtype=torch.int32)
+        total = sum(current) + allocator.available_size()
+        reserve = bisect_right(
+            range(1, max_tokens), total, key=lambda n: sum(_share(batch.reqs, n, page))
+        )
+        reserved = _share(batch.reqs, max(1, reserve), page)
+        tokens = sum(reserved) - sum(current)
+    lengths = torch.tensor([current, reserved], dtype=torch.int32)
     on_device = to_device(lengths, batch.device)
     alloc_for_spec_decode(
         batch.tree_cache,
@@ -228,10 +232,10 @@ def _share(requests: list[Any], reserve: int, page: int) -> list[int]:
     """Slots per request if each gets `reserve` beyond its committed tokens. The last token of an
     answer needs none."""
     ends = (len(r.origin_input_ids) + r.sampling_params.max_new_tokens - 1 for r in requests)
-    now, then, _ = page_aligned_decode_alloc_lens(requests, reserve=reserve, page_size=page)
+    current, reserved, _ = page_aligned_decode_alloc_lens(requests, reserve=reserve, page_size=page)
     return [
-        max(held, min(slots, ceil_align(end, page)))
-        for held, slots, end in zip(now, then, ends, strict=True)
+        max(length, min(slots, ceil_align(end, page)))
+        for length, slots, end in zip(current, reserved, ends, strict=True)
     ]
 
 
@@ -239,15 +243,15 @@ def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor, in_flight: int) -> D
     """The next step's input: bonus tokens and committed lengths, both int64 `[R]`. The fields of
     other algorithms stay empty."""
     empty = bonus_tokens.new_empty((len(bonus_tokens), 0), dtype=torch.float32)
-    made = DraftInput(
+    next_input = DraftInput(
         topk_p=empty,
         topk_index=empty.long(),
         bonus_tokens=bonus_tokens.long(),
         new_seq_lens=new_seq_lens.long(),
         hidden_states=empty,
     )
-    made.in_flight = in_flight
-    return made
+    next_input.in_flight = in_flight
+    return next_input
 
 
 def at_width(width: int) -> AbstractContextManager[Any]:

@@ -91,8 +91,8 @@ def load_extension(path: str | None, target_worker: Any) -> Extension:
         function = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError("extension", path, f"it cannot be imported ({error})") from error
-    made = function(target_worker)
-    if not isinstance(made, Extension):
-        returned = type(made).__name__
+    extension = function(target_worker)
+    if not isinstance(extension, Extension):
+        returned = type(extension).__name__
         raise ConfigError("extension", path, f"it returned a {returned}, not an Extension")
-    return made
+    return extension
