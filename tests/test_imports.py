@@ -1,5 +1,5 @@
 """Imports point one way, by the table in docs/architecture.md; files and functions stay small;
-docstrings begin with a sentence or a noun phrase."""
+docstrings begin with a sentence or a noun phrase; names say what a value holds."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ Node = TypeVar("Node", bound=ast.AST)
 TORCH_FREE = ("facts", "inspect", "seam", "cli")
 ADAPTER = ("plugin", "seams", "given_flags", "draft_updates", "start.flags")
 CLAUSE = re.compile(r"(Of|What|Whether|How|Which|Where|Why|Whose|When|Who)\b")
+# Rooms whose names are checked, names that say nothing of a value, and the files in which `kind` is
+# the documented field of a seam or of a demo pair.
+NAMED = ("drafting", "serving", "seam", "facts", "inspect", "dflash_kernels")
+VAGUE = {"of", "some", "there", "here", "found", "one", "what", "kind"}
+KINDS = ("sglang_dflash/seam/seam.py", "sglang_dflash/facts/embedded.py")
 
 
 @functools.cache
@@ -168,6 +173,26 @@ def test_docstrings_begin_with_a_sentence_or_a_noun() -> None:
         for path in (*FILES, *OTHERS)
         for node in parsed(path)[1]
         if isinstance(node, documented) and CLAUSE.match(ast.get_docstring(node) or "")
+    ]
+
+
+def is_vague(node: ast.AST, path: Path) -> bool:
+    """A parameter, variable or attribute that a reader has to look up."""
+    name = None
+    if isinstance(node, ast.arg):
+        name = node.arg
+    elif isinstance(getattr(node, "ctx", None), ast.Store):
+        name = getattr(node, "id", None) or getattr(node, "attr", None)
+    return name in VAGUE and not (name == "kind" and name_of(path) in KINDS)
+
+
+def test_names_say_what_a_value_holds() -> None:
+    assert not [
+        f"{name_of(path)}:{getattr(node, 'lineno', 1)}"
+        for path in PACKAGED
+        if package_of(path).split("/")[0] in NAMED
+        for node in parsed(path)[1]
+        if is_vague(node, path)
     ]
 
 
