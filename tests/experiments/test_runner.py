@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -110,7 +111,7 @@ def committed_results() -> list[tuple[list[str], dict[str, Any]]]:
     results = [json.loads(p.read_text()) for p in sorted((runner.HOME / "results").glob("*.json"))]
     prefix = "python -m experiments "
     return [
-        (result["command"].removeprefix(prefix).split(), result)
+        (shlex.split(result["command"].removeprefix(prefix)), result)
         for result in results
         if result["command"].startswith(prefix)
     ]
