@@ -13,7 +13,7 @@ from sglang_dflash.drafting.pending_context import PendingContext
 
 
 class Waiting(PendingContext):
-    """A plain context whose drafter keeps the calls of `absorb`."""
+    """Pending context whose drafter keeps the calls of `absorb`."""
 
     def __init__(self) -> None:
         drafter: Any = SimpleNamespace(absorb=self._keep)
