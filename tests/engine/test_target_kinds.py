@@ -12,6 +12,7 @@ import itertools
 from typing import Any
 
 import pytest
+import requests
 import torch
 
 from sglang_dflash.bench.server import Server
@@ -73,6 +74,9 @@ def in_chunks(prompts: int) -> Check:
     """So many prompts, or more, took three prefills or more."""
 
     def check(seen: Seen) -> None:
+        # SGLang turns chunks off for some classes with images.
+        settings = requests.get(f"{seen.server.url}/server_info", timeout=60).json()
+        assert settings["chunked_prefill_size"] == CHUNK
         infos = [answer["meta_info"] for answer in checks.answers_of(seen.ours)]
         several = [info["prompt_tokens"] - info["cached_tokens"] > 2 * CHUNK for info in infos]
         assert sum(several) >= prompts

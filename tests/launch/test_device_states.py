@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.draft_training import card, draft, states
+from launch.draft_training import card, draft, loop, states
 from launch.draft_training.loop import Length
 from launch.draft_training.recipe import Recipe
 from sglang_dflash.bench.datasets import Prompt
@@ -127,8 +128,13 @@ def test_blocks_are_drawn_inside_of_answers(target_folder: Path, tmp_path: Path)
     assert seen == ends
 
 
-def test_a_draft_is_trained_for_some_minutes(target_folder: Path, tmp_path: Path) -> None:
+def test_a_draft_is_trained_for_some_minutes(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From states in memory; a milestone that was lost is made again, and the best one is kept."""
+    # A step takes one tick of this clock, whatever the machine does.
+    ticks = itertools.count()
+    monkeypatch.setattr(loop, "now", lambda device: 0.04 * next(ticks))
     write_text(tmp_path, 2)
     made = recipe_of(target_folder, tmp_path, held=True)
     made.train(False, Length(seconds=0.5), 0.3)
