@@ -36,6 +36,8 @@ ELSEWHERE = {
     "python tools/mutate.py": "tests/reliability/test_mutations.py",
     "python -m tools.server_flags": "tests/facts/test_server_flags.py",
     "python launch/train_draft.py": "tests/launch/test_train_draft.py",
+    "sglang serve --model-path TARGET --skip-tokenizer-init": "serves without a draft: "
+    "tests/engine/test_text_writer.py",
     "python -m experiments lookup --recorded": "tests/experiments/test_recorded.py",
     "sglang-dflash demo-models smollm2": "needs the network: tests/bench/test_public_target.py",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",

@@ -20,6 +20,8 @@ from sglang_dflash.platform_cpu import ATTENTION_BACKEND
 QUERY_CHUNK = 512
 # Of so few rows in its last 32, SDPA computes some in another order than among more rows.
 FEW_ROWS = 8
+# Elements that torch computes at a time, whatever the CPU: a multiple of its vectors.
+WHOLE = 64
 
 
 def padded_columns(tokens: int) -> int:
@@ -311,7 +313,14 @@ def _weighted(
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, log_sum = flash(q, k, v, attn_mask=mask, scale=scale)
-    return out * torch.sigmoid(log_sum - sinks)[..., None].to(out.dtype)
+    return out * sigmoid(log_sum - sinks)[..., None].to(out.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """`torch.sigmoid`, of which an element does not depend on its place: torch computes the last
+    few elements of a tensor one by one, and rounds them otherwise."""
+    count = x.numel()
+    return F.pad(x.flatten(), (0, -count % WHOLE)).sigmoid()[:count].view_as(x)
 
 
 class CpuKVPool(MHATokenToKVPool):

@@ -206,6 +206,16 @@ def test_a_token_does_not_depend_on_the_tokens_verified_with_it(
             assert torch.equal(got[0], block[i]), (length, i)
 
 
+def test_a_sigmoid_does_not_depend_on_its_place() -> None:
+    """Bitwise, among any number of others."""
+    x = torch.randn(200)
+    whole = attention.sigmoid(x)
+    for count in range(1, 200):
+        assert torch.equal(attention.sigmoid(x[:count]), whole[:count]), count
+        assert torch.equal(attention.sigmoid(x[count:]), whole[count:]), count
+    torch.testing.assert_close(whole.view(8, 25), attention.sigmoid(x.view(8, 25)))
+
+
 def test_what_padding_holds_reaches_nobody() -> None:
     """Neither the slot for padded tokens nor another request's, NaN or not."""
     pool, q = Pool([9, 20]), queries(2)
