@@ -67,6 +67,7 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
     head = [
         report["verdict"],
         *([report["at_context"]] if report["at_context"] else []),
+        *([_most_requests(suggested, report)] if suggested else []),
         _weights_verdict(report),
         report["assumptions"],
         *(f"warning: {text}" for text in report["warnings"]),
@@ -89,7 +90,7 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
             start = f"  {words:<24}"
             text = _readable(key, report[key])
             lines += [_filled(f"{start} {text}", " " * 27)]
-    lines += ["", *_suggestions(suggested, report)] if suggested else []
+    lines += ["", *_suggestions(suggested)] if suggested else []
     return "\n".join([*lines, *(["", *report["sources"]] if sources else [])])
 
 
@@ -104,29 +105,29 @@ def _command(command: str) -> list[str]:
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
-def _suggestions(suggestions: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
-    """The most requests at a time, the command for them, and other set-ups."""
+def _most_requests(suggestions: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """The most requests at a time: as served, with SGLang's worker, without a draft."""
     counts = ", ".join(f"{name} {count}" for name, count in suggestions["most"].items())
     bounds = "--max-running-requests"
     if report["recurrent_layers"]:
         bounds += " and --max-mamba-cache-size"
-    lines = [
-        _filled(
-            f"most requests of {report['context']:,} tokens at a time, with {bounds} for them: "
-            f"{counts}"
-        )
-    ]
+    return f"at most, with {bounds} for them: {counts}"
+
+
+def _suggestions(suggestions: Mapping[str, Any]) -> list[str]:
+    """The command for the most requests at a time, and other set-ups."""
+    lines = list[str]()
     if suggestions["command"]:
-        lines += ["", *_command(suggestions["command"])]
+        lines += ["launch command", "", *_command(suggestions["command"])]
     rows = suggestions["set_ups"]
     if rows:
-        lines += ["", "others, the cheapest first"]
+        lines += [*[""] * bool(lines), "others, the cheapest first"]
         lines += [
             _filled(f"  {row['sessions']:>5}  {row['flags']} ({row['cost']})", " " * 9)
             for row in rows
         ]
     elif not suggestions["command"]:
-        lines += ["", "no set-up that is known here runs as many"]
+        lines += ["no set-up that is known here runs as many"]
     return lines
 
 
