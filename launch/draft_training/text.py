@@ -22,7 +22,6 @@ from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.transformers_loop.pair import chat_tokens
 
 from .decoding import Job, Nucleus
-from .device import now
 from .writers import Writer
 
 # How a user's turn begins, by kind, and the share of the kind. What follows is the target's.
@@ -216,9 +215,9 @@ def write_shards(
     folder.mkdir(parents=True, exist_ok=True)
 
     def write_shard(number: int) -> None:
-        began = now(author.writer.device)
+        began = author.writer.now()
         rows = [chat.row for chat in author.shard(number, chats, prompts)]
-        spent = now(author.writer.device) - began
+        spent = author.writer.now() - began
         lines = [{"chats": len(rows), "spent": spent}, *rows]
         file = folder / f"{number:04}.jsonl"
         file.with_suffix(".tmp").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import requests
-import torch
 from transformers import PreTrainedModel
 
 from .decoding import Job, Nucleus, write
+from .device import now
 
 # Texts that Transformers decodes at a time.
 ROWS = {"cpu": 256, "cuda": 1024}
@@ -24,12 +25,13 @@ class Writer(Protocol):
     """Continues texts.
 
     Attributes:
-        device: that `device.now` reads the clock of.
         shards_at_a_time: threads that may call `write`.
     """
 
-    device: torch.device
     shards_at_a_time: int
+
+    def now(self) -> float:
+        """Seconds so far, by the clock that the writer's work is measured with."""
 
     def write(
         self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
@@ -43,12 +45,15 @@ class TransformersWriter:
     shards_at_a_time = 1
 
     def __init__(self, target: PreTrainedModel) -> None:
-        self.target, self.device = target, target.device
+        self.target = target
+
+    def now(self) -> float:
+        return now(self.target.device)
 
     def write(
         self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
     ) -> None:
-        rows = ROWS[self.device.type]
+        rows = ROWS[self.target.device.type]
         write(self.target, jobs, ends, rows=rows, nucleus=nucleus, loop_tokens=loop_tokens)
 
 
@@ -61,11 +66,13 @@ class ServerWriter:
     """
 
     shards_at_a_time = SHARDS_AT_A_TIME
-    # Of a clock: the CPU time of this process says nothing about servers.
-    device = torch.device("cuda")
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.greedy, self.sampled = urls[0], list(urls[1:]) or [urls[0]]
+
+    def now(self) -> float:
+        # The CPU time of this process says nothing about servers.
+        return time.monotonic()
 
     def write(
         self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
