@@ -23,7 +23,7 @@ def test_it_is_short_and_begins_with_what_a_user_needs() -> None:
     assert len(README.splitlines()) <= 90 and len(README.split()) <= 900
     first_screen = README.partition("\n## ")[0].splitlines()
     assert len(first_screen) <= 32 and max(map(len, first_screen)) <= 100
-    assert line_of("has run here with its weights") <= 15
+    assert line_of("No published draft's weights") <= 15
     assert line_of("pip install") <= 30
 
 
