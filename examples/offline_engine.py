@@ -13,7 +13,7 @@ import argparse
 
 import sglang
 
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import argparse
 
 from openai import OpenAI
 
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 
 def main() -> None:

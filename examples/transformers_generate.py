@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash import DFlashDraftModel
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 
 def main() -> None:

@@ -20,12 +20,12 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from experiments.runner import one_after_another
-from sglang_dflash.bench.datasets import stdlib_functions
-from sglang_dflash.bench.server import Server, ServerConfig, demo_config
+from sglang_dflash.common.command_line import setting
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
-from sglang_dflash.facts.command_line import setting
-from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.public_target import KIND
+from sglang_dflash.tools.bench.datasets import stdlib_functions
+from sglang_dflash.tools.bench.server import Server, ServerConfig, demo_config
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
+from sglang_dflash.tools.demo_pairs.public_target import KIND
 
 RUNNING = 16
 # Of an answer: to the functions, before a pause, and after it.

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_dflash.gpu_check import plan
-from sglang_dflash.gpu_check.plan import Options, failure, table
+from sglang_dflash.tools.gpu_check import plan
+from sglang_dflash.tools.gpu_check.plan import Options, failure, table
 
 __all__ = ["Options", "failure", "run", "table"]
 

@@ -23,19 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from experiments.shapes import context_of, folder_of
-from sglang_dflash.bench import load
-from sglang_dflash.bench.arms import arms_of
-from sglang_dflash.bench.compiled import compiled_in, settled
-from sglang_dflash.bench.datasets import Prompt
-from sglang_dflash.bench.load import Answer, Pass
-from sglang_dflash.bench.progress import progress_bar
-from sglang_dflash.bench.server import Server, ServerConfig
-from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.checkpoint.origin import published_draft
+from sglang_dflash.checkpoint.target_config import TargetGeometry
+from sglang_dflash.common.command_line import setting
+from sglang_dflash.common.errors import ConfigError, Failed
 from sglang_dflash.drafting.acceptance_length import VerifySteps
-from sglang_dflash.facts.command_line import setting
-from sglang_dflash.facts.errors import ConfigError, Failed
-from sglang_dflash.facts.origin import published_draft
-from sglang_dflash.facts.target_config import TargetGeometry
+from sglang_dflash.tools.bench import load
+from sglang_dflash.tools.bench.arms import arms_of
+from sglang_dflash.tools.bench.compiled import compiled_in, settled
+from sglang_dflash.tools.bench.datasets import Prompt
+from sglang_dflash.tools.bench.load import Answer, Pass
+from sglang_dflash.tools.bench.progress import progress_bar
+from sglang_dflash.tools.bench.server import Server, ServerConfig
+from sglang_dflash.tools.bench.settings import BenchSettings
 
 ARMS = ("ar", "builtin", "dflash")
 # Options that are also `BenchSettings`.

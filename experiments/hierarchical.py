@@ -22,11 +22,11 @@ from transformers import AutoTokenizer
 
 from experiments.draft_kv import length_of
 from experiments.runner import one_after_another
-from sglang_dflash.bench.datasets import stdlib_functions
-from sglang_dflash.bench.load import chunks
-from sglang_dflash.bench.server import Server, ServerConfig, demo_config
-from sglang_dflash.facts.command_line import setting
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.common.command_line import setting
+from sglang_dflash.tools.bench.datasets import stdlib_functions
+from sglang_dflash.tools.bench.load import chunks
+from sglang_dflash.tools.bench.server import Server, ServerConfig, demo_config
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 AT_A_TIME, NEW_TOKENS, PIECE = 4, 48, 160
 AGENTS, TURNS, SHARED_TURNS = 16, 5, 2

@@ -40,10 +40,10 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
 from experiments.runner import NoOptions as Options
+from sglang_dflash.checkpoint.draft_config import LayerAttention, Reach
+from sglang_dflash.checkpoint.published import shipped
+from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs
-from sglang_dflash.facts.draft_config import LayerAttention, Reach
-from sglang_dflash.facts.published import shipped
-from sglang_dflash.facts.target_config import TargetGeometry
 
 REGISTERS = Path(__file__).parents[1] / "tests/kernels/registers.json"
 # Of an H100.

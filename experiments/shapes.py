@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.published import look_up
+from sglang_dflash.checkpoint.published import look_up
+from sglang_dflash.common.errors import ConfigError
 
 # Of a target whose facts name no context length.
 CONTEXT = 65536

@@ -10,8 +10,8 @@ from typing import Any
 
 from experiments.runner import NoOptions as Options
 from experiments.runner import one_after_another
-from sglang_dflash.bench.server import FlagValue, ServerConfig, demo_config
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.bench.server import FlagValue, ServerConfig, demo_config
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 WINDOW, RUNNING, MEMORY_FRACTION = 512, 16, 0.2
 

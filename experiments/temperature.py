@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.bench.datasets import encode_turn, load
-from sglang_dflash.bench.progress import progress_bar
+from sglang_dflash.common.command_line import setting
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.sampled_drafts import SampledDrafts
-from sglang_dflash.facts.command_line import setting
-from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.public_target import KIND
-from sglang_dflash.transformers_loop import load as load_pair
-from sglang_dflash.transformers_loop import prefill, spec_generate
-from sglang_dflash.transformers_loop.generation import Sampler
+from sglang_dflash.tools.bench.datasets import encode_turn, load
+from sglang_dflash.tools.bench.progress import progress_bar
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
+from sglang_dflash.tools.demo_pairs.public_target import KIND
+from sglang_dflash.tools.transformers_loop import load as load_pair
+from sglang_dflash.tools.transformers_loop import prefill, spec_generate
+from sglang_dflash.tools.transformers_loop.generation import Sampler
 
 # Temperature, top-p.
 SETTINGS = ((1.0, 1.0), (0.7, 1.0), (0.6, 0.95))

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments.launches import Launch, Scene, bytes_of, counted
 from experiments.runner import NoOptions as Options
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, sanitize
@@ -43,12 +44,7 @@ from sglang_dflash.drafting.noise import LIKELIEST, BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.options import Options as DraftOptions
 from sglang_dflash.drafting.options import ResolvedOptions
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.gpu_check.floors import (
-    SHAPES,
-    config_of,
-    floors,
-)
+from sglang_dflash.tools.gpu_check.floors import SHAPES, config_of, floors
 
 # Requests, committed tokens of each, window.
 LOADS = (

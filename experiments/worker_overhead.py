@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.runner import all_at_once, exact_turns
-from sglang_dflash.bench import load
-from sglang_dflash.bench.datasets import Prompt
-from sglang_dflash.bench.load import Pass
-from sglang_dflash.bench.server import FlagValue, Server, demo_config
+from sglang_dflash.common.command_line import setting
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.acceptance_length import VerifySteps
-from sglang_dflash.facts.command_line import setting
-from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.tools.bench import load
+from sglang_dflash.tools.bench.datasets import Prompt
+from sglang_dflash.tools.bench.load import Pass
+from sglang_dflash.tools.bench.server import FlagValue, Server, demo_config
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 NEW_TOKENS = 96
 LEVELS = (1, 8)

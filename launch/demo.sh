@@ -3,4 +3,4 @@
 # bash launch/demo.sh [--model smollm2|dense|hybrid] [--check]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" ""
-exec python -W ignore -m sglang_dflash.bench.demo "$@"
+exec python -W ignore -m launch.demo.main "$@"

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from launch.draft_training import card, text
 from launch.draft_training.loop import Length
 from launch.draft_training.recipe import Recipe
-from sglang_dflash.bench import datasets
+from sglang_dflash.tools.bench import datasets
 
 STAGES = ("text", "states", "draft", "dflash2", "card")
 STEPS, MILESTONE = 4000, {"cpu": 600, "cuda": 60}

@@ -2,7 +2,7 @@
 
 import sys
 
-from sglang_dflash.cli import main
+from sglang_dflash.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from sglang_dflash.bench.published import main
+from sglang_dflash.tools.bench.published import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.errors import shown
+from sglang_dflash.common.errors import shown
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.conftest import rewrite
 
 PAIR = demo_pair("dense")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerGroup
 from sglang_dflash.drafting.attention.backend import DraftAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.groups import KVGroup
@@ -24,7 +25,6 @@ from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
-from sglang_dflash.facts.draft_config import DraftConfig, LayerGroup
 
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined, those of its own language included: set it before

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import pytest
 
 from experiments import runner
-from sglang_dflash import cli
-from sglang_dflash.bench import datasets, published
-from sglang_dflash.bench.settings import BenchSettings
-from sglang_dflash.facts.command_line import given
-from sglang_dflash.facts.origin import published_draft
+from sglang_dflash.checkpoint.origin import published_draft
+from sglang_dflash.common.command_line import given
+from sglang_dflash.tools import cli
+from sglang_dflash.tools.bench import datasets, published
+from sglang_dflash.tools.bench.settings import BenchSettings
 from tests.commands import ROOT, Printed, commands
 
 ENGINE = "tests/engine/test_as_installed.py::"
@@ -25,24 +25,24 @@ ENGINE = "tests/engine/test_as_installed.py::"
 # Commands that are run by another test, or not at all: what they begin with -> where or why.
 ELSEWHERE = {
     "pip install sglang-router": "what it does is tested by tests/engine/test_router.py",
-    "torchrun ": "tests/bench/test_published_pair.py",
+    "torchrun ": "tests/tools/bench/test_published_pair.py",
     "python -m sglang_router": "tests/engine/test_router.py",
     "pip install mooncake": "tests/engine/test_disaggregation.py",
-    "pip install vllm": "needs a GPU and the network; tests/bench/test_vllm.py has a fake",
+    "pip install vllm": "needs a GPU and the network; tests/tools/bench/test_vllm.py has a fake",
     "pip install accelerate": "a package of the index; our own code does not need it",
     "sglang-dflash env": "tests/engine/test_env.py",
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",
     "pip install -e .": "launch/setup.sh, which every test run begins with",
-    "python tools/mutate.py": "tests/reliability/test_mutations.py",
-    "python -m tools.server_flags": "tests/facts/test_server_flags.py",
+    "python launch/mutate.py": "tests/reliability/test_mutations.py",
+    "python -m launch.server_flags": "tests/serving/start/test_server_flags.py",
     "python launch/train_draft.py": "tests/launch/test_train_draft.py",
     "sglang serve --model-path TARGET --skip-tokenizer-init": "serves without a draft: "
     "tests/engine/test_text_writer.py",
     "python -m experiments lookup --recorded": "tests/experiments/test_recorded.py",
-    "sglang-dflash demo-models smollm2": "needs the network: tests/bench/test_public_target.py",
+    "sglang-dflash demo-models smollm2": "needs the network: tests/tools/demo_pairs",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
-    "sglang-dflash check-gpu": "needs a GPU: tests/cli/test_check_gpu.py",
-    "sglang-dflash doctor": "needs a server: tests/cli/test_doctor.py",
+    "sglang-dflash check-gpu": "needs a GPU: tests/tools/cli/test_check_gpu.py",
+    "sglang-dflash doctor": "needs a server: tests/tools/cli/test_doctor.py",
     "pipx run pip-audit": "asks the network for known defects",
     "python -m sglang.check_env": "SGLang's own, for machines with a GPU",
     "uv pip": "a mention, and a maintainer's command; both need the network",

@@ -15,7 +15,7 @@ DOCS = ROOT / "docs"
     "page", [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=str
 )
 def test_paths_in_the_docs_exist(page: Path) -> None:
-    """`serving/seams.py` and the like, from the root or from the package."""
+    """`serving/patches.py` and the like, from the root or from the package."""
     text = page.read_text()
     for name in re.findall(r"`([\w./]+/[\w.]+\.(?:py|md|sh|json|txt))(?::\w+)?`", text):
         homes = (ROOT, ROOT / "sglang_dflash", DOCS)

@@ -20,14 +20,18 @@ OTHERS = [
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 Node = TypeVar("Node", bound=ast.AST)
-TORCH_FREE = ("facts", "inspect", "seam", "cli")
-ADAPTER = ("plugin", "seams", "given_flags", "draft_updates", "start.flags")
+TORCH_FREE = ("common", "checkpoint", "memory", "patches", "tools/inspect", "tools/cli")
+START = ("flags", "launch", "refused", "server_flags", "unserved")
+ADAPTER = ("plugin", "patches", "given_flags", "draft_updates")
 CLAUSE = re.compile(r"(Of|What|Whether|How|Which|Where|Why|Whose|When|Who)\b")
 # Rooms whose names are checked, names that say nothing of a value, and the files in which `kind` is
-# the documented field of a seam or of a demo pair.
-NAMED = ("drafting", "serving", "seam", "facts", "inspect", "dflash_kernels")
+# the documented field of a patch or of a demo pair.
+NAMED = (
+    *("common", "checkpoint", "memory", "drafting", "serving", "patches", "tools/inspect"),
+    "dflash_kernels",
+)
 VAGUE = {"of", "some", "there", "here", "found", "one", "what", "kind"}
-KINDS = ("sglang_dflash/seam/seam.py", "sglang_dflash/facts/embedded.py")
+KINDS = ("sglang_dflash/patches/patch.py", "sglang_dflash/tools/demo_pairs/pairs.py")
 
 
 @functools.cache
@@ -46,11 +50,11 @@ def package_of(path: Path) -> str:
 
 
 def room_of(parts: list[str]) -> str:
-    """The row of a dotted name of ours. `serving` has rows for its rooms, and one for itself."""
+    """The row of a dotted name of ours: of its folder in another one, or of its outermost one."""
     if parts[0] == "dflash_kernels":
         return parts[0]
     room = "/".join(parts[1:3])
-    return room if parts[1] == "serving" and room in import_table() else parts[1]
+    return room if room in import_table() else parts[1]
 
 
 def name_of(path: Path) -> str:
@@ -81,7 +85,9 @@ def top_level(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imported(path)}
 
 
-PACKAGED = [path for path in FILES if package_of(path) not in ("__init__", "__main__")]
+# Entry points, and the docstrings of folders that hold packages.
+OUTSIDE = ("__init__", "__main__", "plugins", "tools")
+PACKAGED = [path for path in FILES if package_of(path) not in OUTSIDE]
 
 
 def test_the_table_names_every_package() -> None:
@@ -98,6 +104,12 @@ def test_imports_point_one_way() -> None:
     assert not {path: names for path, names in refused.items() if names}
 
 
+def test_the_product_imports_no_plugin_and_no_tool() -> None:
+    beside = {name for name in import_table() if name.startswith(("plugins", "tools"))}
+    for package in import_table().keys() - beside - {"benchmark"}:
+        assert not import_table()[package] & beside
+
+
 def module_of(path: Path) -> str:
     """The dotted name of a file of ours."""
     return name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
@@ -112,9 +124,11 @@ def test_no_file_imports_itself_through_others() -> None:
 
 
 def test_drafting_needs_no_engine() -> None:
-    # facts/hub.py asks the hub; nothing else in these packages leaves the machine.
+    # checkpoint/hub.py asks the hub; nothing else in these packages leaves the machine.
     allowed = {
-        "facts": {"safetensors", "huggingface_hub", "httpx", "numpy"},
+        "common": set(),
+        "checkpoint": {"safetensors", "huggingface_hub", "httpx", "numpy"},
+        "memory": set(),
         "drafting": {"compressed_tensors", "safetensors", "torch", "transformers"},
     }
     standard = {"sglang_dflash", *sys.stdlib_module_names}
@@ -125,8 +139,8 @@ def test_drafting_needs_no_engine() -> None:
 
 def test_only_the_adapters_import_sglang() -> None:
     adapters = {package_of(path) for path in PACKAGED if "sglang" in top_level(path)}
-    serving = {f"serving/{room}" for room in ("fleet", "start", "step", "gpu", "hybrid")}
-    assert adapters <= {*serving, "repairs", "platform_cpu", "seam"}
+    serving = {f"serving/{room}" for room in ("kv_transfer", "start", "step", "gpu", "hybrid")}
+    assert adapters <= {*serving, "plugins/repairs", "plugins/platform_cpu", "patches"}
     step = [path for path in PACKAGED if package_of(path) == "serving/step"]
     importers = {path.stem for path in step if "sglang" in top_level(path)}
     assert importers == {"batch", "sampling", "seeded_sampling"}
@@ -140,7 +154,8 @@ def test_torch_free_packages_load_without_torch() -> None:
         if package_of(path) in TORCH_FREE and path.stem != "__main__"
     ]
     modules += [f"sglang_dflash.serving.{name}" for name in ADAPTER]
-    modules += [f"sglang_dflash.repairs.{name}" for name in ("plugin", "seams")]
+    modules += [f"sglang_dflash.serving.start.{name}" for name in START]
+    modules += [f"sglang_dflash.plugins.repairs.{name}" for name in ("plugin", "patches")]
     code = (
         f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
         "found = {'torch', 'sglang', 'transformers'} & set(sys.modules)\nassert not found, found"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from experiments import runner
-from sglang_dflash import cli
-from sglang_dflash.bench import published
+from sglang_dflash.tools import cli
+from sglang_dflash.tools.bench import published
 from tests.commands import PAGES, ROOT, commands
 from tests.test_imports import FILES, name_of, nodes
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from sglang_dflash.inspect import launch_command
+from sglang_dflash.tools.inspect import launch_command
 from tests.commands import ROOT
-from tests.serving.test_dashboard import of_ours
+from tests.serving.metrics.test_dashboard import of_ours
 
 DEPLOY = ROOT / "deploy"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
-from sglang_dflash.facts.draft_config import LayerAttention
+from sglang_dflash.checkpoint.draft_config import LayerAttention
 
 HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
 # Fewer tiles than these are not split further: a split costs its output twice, written and read.

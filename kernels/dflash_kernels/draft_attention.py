@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import Workspace, block_attention
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.backend import Setting, processors_of
+from sglang_dflash.drafting.attention.capabilities import choose_splits, split_shape
 from sglang_dflash.drafting.attention.table import ContextTable
-from sglang_dflash.facts.attention import choose_splits, split_shape
-from sglang_dflash.facts.draft_config import DraftConfig
 
 
 class TritonAttention:

@@ -18,13 +18,13 @@ from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
 from dflash_kernels.silu_mul import silu_mul
 from dflash_kernels.slot_table import slot_table
 from dflash_kernels.walk import walk
+from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv import Tags
 from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.rope import Rotary
-from sglang_dflash.facts.draft_config import Reach
 
 
 class Rotation(NamedTuple):

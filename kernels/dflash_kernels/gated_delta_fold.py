@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.recurrent.gated_delta import NORM_EPS
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
-from sglang_dflash.facts.errors import ConfigError
 
 # Value rows of a state tile. Compiled for sm_80 to sm_120 with K = 128, 16 rows take 96 registers
 # per thread and 32 rows take 165 to 168, without spills.

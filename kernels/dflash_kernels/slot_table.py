@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
+from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.kv import Tags
-from sglang_dflash.facts.draft_config import Reach
 
 BLOCK = 256
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 
 from . import draft, text
 from .recipe import HELD_OUT, HELD_OUT_TOKENS, Recipe

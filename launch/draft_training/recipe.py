@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model, save_model
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.tools.bench.datasets import Prompt
 
 from . import draft, measure, states, text
 from .decoding import fast_decoding

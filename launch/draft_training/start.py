@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sglang_dflash.checkpoint.target_layers import default_target_layer_ids
+from sglang_dflash.checkpoint.tensors import layout
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.facts.target_layers import default_target_layer_ids
-from sglang_dflash.facts.tensors import layout
 
 BLOCK_SIZE, LAYERS, FEATURES = 8, 3, 5
 DFLASH2 = {

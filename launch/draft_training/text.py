@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.bench.datasets import Prompt
-from sglang_dflash.transformers_loop.pair import chat_tokens
+from sglang_dflash.tools.bench.datasets import Prompt
+from sglang_dflash.tools.transformers_loop.pair import chat_tokens
 
 from .decoding import Job, Nucleus
 from .writers import Writer

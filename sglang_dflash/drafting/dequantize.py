@@ -1,5 +1,5 @@
-"""The weights of a quantized draft, computed once, when it is loaded (`facts/quantization.py` has
-the formats). Our network multiplies in 16 or 32 bits.
+"""The weights of a quantized draft, computed once, when it is loaded. The formats are in
+`checkpoint/quantization.py`. Our network multiplies in 16 or 32 bits.
 
 Codes and scales are multiplied in float32 and rounded once, to the served dtype.
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.quantization import Declared, Quantization, Stored, part
+from sglang_dflash.checkpoint.quantization import Declared, Quantization, Stored, part
+from sglang_dflash.common.errors import ConfigError
 
 # As safetensors names them; a tensor of another dtype is no code.
 _CODES = {

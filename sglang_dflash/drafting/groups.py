@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import LayerGroup, Reach
 from sglang_dflash.drafting.attention.backend import DraftAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.facts.draft_config import LayerGroup, Reach
 
 
 class ContextWrite(NamedTuple):

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sglang_dflash.checkpoint.dflash2 import Convolution
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.ops import TorchOps, norm_rope_context
 from sglang_dflash.drafting.packed import (
     Packed,
@@ -28,8 +30,6 @@ from sglang_dflash.drafting.packed import (
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.drafting.selector import CandidateSelector
-from sglang_dflash.facts.dflash2 import Convolution
-from sglang_dflash.facts.draft_config import DraftConfig
 
 # (layer, q [..., N, H, D], k [..., N, G, D], v [..., N, G, D]) -> [..., N, H, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

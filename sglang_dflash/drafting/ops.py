@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting import acceptance
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
@@ -22,7 +23,6 @@ from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.lookup import seen_before
 from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
 from sglang_dflash.drafting.rope import Rotary, rotate
-from sglang_dflash.facts.draft_config import Reach
 
 # Columns that `TorchOps.candidates` sorts together.
 CHUNK = 64

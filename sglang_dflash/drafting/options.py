@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_dflash.facts.command_line import setting
-from sglang_dflash.facts.draft_config import DraftConfig, Reach
-from sglang_dflash.facts.errors import ConfigError, cut
-from sglang_dflash.facts.fields import is_int
+from sglang_dflash.checkpoint.draft_config import DraftConfig, Reach
+from sglang_dflash.checkpoint.fields import is_int
+from sglang_dflash.common.command_line import setting
+from sglang_dflash.common.errors import ConfigError, cut
 
 # Requests that a ring has entries for beside those that run: the entries of one that has just ended
 # are free only after the next step (docs/how-it-works.md).

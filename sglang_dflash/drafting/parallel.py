@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.target_config import kv_heads_of_rank, share_of_rank
+from sglang_dflash.checkpoint.target_config import kv_heads_of_rank, share_of_rank
+from sglang_dflash.common.errors import ConfigError
 
 
 def _identity(x: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_dflash.facts.draft_rope import RopeConfig
+from sglang_dflash.checkpoint.draft_rope import RopeConfig
 
 
 def inverse_frequencies(

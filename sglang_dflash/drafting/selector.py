@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sglang_dflash.facts.draft_config import Selector
+from sglang_dflash.checkpoint.draft_config import Selector
 
 
 class CandidateSelector(nn.Module):

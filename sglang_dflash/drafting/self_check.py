@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import WHOLE_CONTEXT
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
@@ -22,8 +24,6 @@ from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise
 from sglang_dflash.drafting.ops import TorchOps, candidate_scores
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
-from sglang_dflash.facts.errors import ConfigError
 
 # Largest difference, as a share of the largest value of the torch result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}

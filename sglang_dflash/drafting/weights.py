@@ -10,17 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sglang_dflash.drafting.dequantize import dequantized
-from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.packed import PackedLinear, plain_weight
-from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.rope import Rotary
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.log import Log
-from sglang_dflash.facts.stored import StoredTensor, each_tensor, stored_tensors
-from sglang_dflash.facts.tensors import (
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.stored import StoredTensor, each_tensor, stored_tensors
+from sglang_dflash.checkpoint.tensors import (
     check_tensors,
     check_weights,
     expected_tensors,
@@ -28,7 +20,15 @@ from sglang_dflash.facts.tensors import (
     layout,
     quantized_modules,
 )
-from sglang_dflash.facts.vocabulary import D2T, T2D, token_ids
+from sglang_dflash.checkpoint.vocabulary import D2T, T2D, token_ids
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.common.log import Log
+from sglang_dflash.drafting.dequantize import dequantized
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.packed import PackedLinear, plain_weight
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.rope import Rotary
 
 logger = Log(__name__)
 
@@ -113,7 +113,7 @@ def load_model(
             with standard deviation 0.02; norms are 1 and biases 0.
 
     Raises:
-        ConfigError: see `DraftConfig.from_pretrained` and `facts.tensors.check_weights`.
+        ConfigError: see `DraftConfig.from_pretrained` and `checkpoint.tensors.check_weights`.
     """
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
     with torch.device("meta"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_dflash.facts.draft_keys import is_draft
-from sglang_dflash.seam.restored import restored
+from sglang_dflash.checkpoint.draft_keys import is_draft
+from sglang_dflash.patches.restored import restored
 
 
 async def is_for_draft(manager: Any, folder: str) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from sglang_dflash.facts.launch import refuse_early
-from sglang_dflash.seam.seam import install
-from sglang_dflash.seam.version import supported
-from sglang_dflash.serving.seams import SEAMS
+from sglang_dflash.patches.patch import install
+from sglang_dflash.patches.version import supported
+from sglang_dflash.serving.patches import PATCHES
+from sglang_dflash.serving.start.launch import refuse_early
 
 
 def register() -> None:
@@ -15,9 +15,9 @@ def register() -> None:
 
     Raises:
         SystemExit: the server could not start with its command line.
-        SeamError: a row of the table cannot be applied; ends the process.
+        PatchError: a row of the table cannot be applied; ends the process.
     """
     if supported("SGLang's built-in DFLASH worker runs instead"):
         # The rows import most of SGLang.
         refuse_early(sys.argv)
-        install(SEAMS)
+        install(PATCHES)

@@ -6,11 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_dflash.drafting.acceptance import (
-    accept,
-    simulate_acceptance,
-    target_probabilities,
-)
+from sglang_dflash.drafting.acceptance import accept, simulate_acceptance, target_probabilities
 
 
 @pytest.mark.parametrize("width", [1, 2, 6])

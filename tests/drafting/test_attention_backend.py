@@ -7,15 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_dflash.drafting.attention.backend import (
-    TORCH,
-    choose_attention,
-)
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.drafting.attention.backend import TORCH, choose_attention
+from sglang_dflash.drafting.attention.capabilities import Capabilities
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
-from sglang_dflash.facts.attention import Capabilities
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError
 from tests.conftest import raw_config
 
 SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 6}

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_dflash.checkpoint.draft_config import LayerAttention, Reach
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.attention.visibility import context_positions
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.facts.draft_config import LayerAttention, Reach
 from tests.conftest import kv_groups, random_model, raw_config, write_kv
 
 LAYERS = (

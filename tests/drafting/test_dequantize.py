@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.quantization import FORMATS
+from sglang_dflash.checkpoint.tensors import check_weights
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.dequantize import WEIGHTS
 from sglang_dflash.drafting.weights import check_new, load_model, read_tensors, save_model
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.quantization import FORMATS
-from sglang_dflash.facts.tensors import check_weights
 from tests.conftest import random_model, raw_config, rewrite, with_own
 from tests.drafting.test_weights import Ranks
 from tests.quantized_draft import EXPORTERS

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_dflash.checkpoint.draft_config import WHOLE_CONTEXT
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
 from tests.conftest import write_kv
 
 TARGET_SLOTS = 24

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglang_dflash.checkpoint.tensors import expected_tensors
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import (
@@ -21,8 +23,6 @@ from sglang_dflash.drafting.weights import (
     reload,
     save_model,
 )
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.tensors import expected_tensors
 from tests.conftest import random_model, raw_config, with_own
 
 OF_DFLASH2 = with_own(selector_rank=8, selector_top_k=4, conv_kernel_size=3, conv_group_size=8)

@@ -16,7 +16,7 @@ from sglang_dflash.drafting.noise import BlockNoise, gumbel
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.sampled_drafts import SampledDrafts
-from sglang_dflash.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
+from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
 
 VOCAB, BLOCK = 50, 4
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import LayerAttention
 from sglang_dflash.drafting.attention.paged import PagedAttention, Pages, pages
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
-from sglang_dflash.facts.draft_config import LayerAttention
 
 LAYERS = (
     LayerAttention(None, False),

@@ -10,10 +10,10 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.published import shipped
+from sglang_dflash.common.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.drafting.rope import Rotary, inverse_frequencies
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
-from sglang_dflash.facts.published import shipped
 from tests.conftest import raw_config
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}

@@ -11,19 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.tensors import check_weights, expected_tensors
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.reference import torch_block_attention
 from sglang_dflash.drafting.heads import TargetHead, make_head
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise, gumbel
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
-from sglang_dflash.drafting.weights import (
-    load_model,
-    read_tensors,
-    save_model,
-)
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.tensors import check_weights, expected_tensors
+from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
 from tests.conftest import random_model, raw_config, rewrite, with_own
 
 

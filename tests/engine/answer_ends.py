@@ -11,8 +11,8 @@ from typing import Any
 
 import requests
 
-from sglang_dflash.bench.server import Server
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.bench.server import Server
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.engine.client import GREEDY, ask
 
 Answers = list[dict[str, Any]]

@@ -33,12 +33,13 @@ def of_two_gib() -> None:
 
 
 def no_penalty_rows() -> None:
-    """Remove the seams of serving/step/penalty_counts.py."""
-    from sglang_dflash.repairs import plugin, seams
+    """Remove the patches of serving/step/penalty_counts.py."""
+    from sglang_dflash.plugins.repairs import patches as patches
+    from sglang_dflash.plugins.repairs import plugin
 
-    kept = tuple(row for row in seams.SEAMS if ".penalty_counts:" not in str(row.ours))
-    assert len(kept) == len(seams.SEAMS) - 3
-    seams.SEAMS = plugin.SEAMS = kept
+    kept = tuple(row for row in patches.PATCHES if ".penalty_counts:" not in str(row.ours))
+    assert len(kept) == len(patches.PATCHES) - 3
+    patches.PATCHES = plugin.PATCHES = kept
 
 
 def own_grammars() -> None:
@@ -79,12 +80,13 @@ def states() -> None:
 
 
 def no_containment() -> None:
-    """Remove the seams of repairs/containment.py, and add faults."""
-    from sglang_dflash.repairs import plugin, seams
+    """Remove the patches of plugins/repairs/containment.py, and add faults."""
+    from sglang_dflash.plugins.repairs import patches as patches
+    from sglang_dflash.plugins.repairs import plugin
 
-    kept = tuple(row for row in seams.SEAMS if ".containment:" not in str(row.ours))
-    assert len(kept) == len(seams.SEAMS) - 5
-    seams.SEAMS = plugin.SEAMS = kept
+    kept = tuple(row for row in patches.PATCHES if ".containment:" not in str(row.ours))
+    assert len(kept) == len(patches.PATCHES) - 5
+    patches.PATCHES = plugin.PATCHES = kept
     faults()
 
 

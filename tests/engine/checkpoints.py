@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model, save_model
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.conftest import random_model, raw_config, rewrite
 from tests.engine.hybrid import BLOCK_SIZE, SHAPE, save_random_hybrid
 from tests.engine.seeing import save_seeing_hybrid

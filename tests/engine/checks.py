@@ -12,7 +12,7 @@ import pytest
 import requests
 import torch
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import checkpoints, workload
 from tests.engine.hybrid import BLOCK_SIZE
 from tests.engine.servers import GRAPHS, ServerConfig, shown_states

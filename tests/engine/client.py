@@ -11,8 +11,8 @@ from typing import Any
 
 import requests
 
-from sglang_dflash.bench.server import Server
 from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.tools.bench.server import Server
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
 

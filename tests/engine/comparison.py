@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import answer_ends, workload
 from tests.engine.checks import Check, Seen
 from tests.engine.servers import Ask, ServerConfig

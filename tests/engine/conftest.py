@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.conftest import SHARED_FOLDER
 from tests.engine.servers import PLAIN, Ask, ServerConfig
 from tests.engine.session import ServerSession

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import feature_requests as features
 from tests.engine import workload
 from tests.engine.client import ask, together

@@ -57,7 +57,7 @@ class NoHostLengths(StepObserver):
 def no_host_lengths(target_worker: Any) -> Extension:
     """The target's attention backend needs no lengths on the host, so that SGLang copies none to
     it, as with FlashAttention on a GPU."""
-    from sglang_dflash.platform_cpu.attention import CpuAttentionBackend
+    from sglang_dflash.plugins.platform_cpu.attention import CpuAttentionBackend
 
     del target_worker
     CpuAttentionBackend.needs_cpu_seq_lens = False

@@ -70,7 +70,7 @@ def install() -> None:
     _wrap(worker, "forward_batch_generation", "prefill", of_forward)
     _wrap(worker, "forward_batch_generation", "decode", of_decode)
     processor = batch_result_processor.SchedulerBatchResultProcessor
-    # Not the methods themselves: seams refuse to change what others have changed.
+    # Not the methods themselves: patches refuse to change what others have changed.
     _wrap(processor, "move_logprobs_to_cpu", "prefill-result", lambda _, batch, **__: batch.reqs)
     _wrap(
         processor, "_normalize_decode_outputs", "decode-result", lambda _, batch, **__: batch.reqs

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import workload
 from tests.engine.client import GREEDY, ask, flush, post, stream, together, until
 from tests.engine.processors import NoRepeat, Nudged

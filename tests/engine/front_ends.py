@@ -13,7 +13,7 @@ from typing import Any
 
 import requests
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine.checks import Seen
 from tests.engine.client import together
 from tests.engine.servers import DFLASH_FLAGS, FILES, PAIR, PLAIN

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 # Of the draft that is made for them.
 BLOCK_SIZE = 8

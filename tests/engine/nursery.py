@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 
 NURSERY = "tests.engine.nursery"
 _SCHEDULER = "sglang.srt.managers.scheduler"

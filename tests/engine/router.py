@@ -13,7 +13,7 @@ from typing import Any
 
 import requests
 
-from sglang_dflash.bench.server import free_port
+from sglang_dflash.tools.bench.server import free_port
 
 BOUND = 120
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.engine.hybrid import copy_tokenizer
 from tests.engine.tokens import name_tokens
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_dflash.bench import server
-from sglang_dflash.bench.server import Server
-from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.platform_cpu import OVERLAP
+from sglang_dflash.plugins.platform_cpu import OVERLAP
+from sglang_dflash.tools.bench import server
+from sglang_dflash.tools.bench.server import Server
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.engine import workload
 from tests.engine.nursery import NURSERY
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import requests
 
-from sglang_dflash.bench.server import Server
-from sglang_dflash.facts.errors import Failed
+from sglang_dflash.common.errors import Failed
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import checkpoints, client
 from tests.engine.nursery import ForkedServer, Nursery
 from tests.engine.servers import FILES, Ask, ServerConfig, recording_name

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import cli
-from sglang_dflash.bench import load
-from sglang_dflash.bench.server import Server
+from sglang_dflash.common.errors import Failed
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
-from sglang_dflash.facts.errors import Failed
+from sglang_dflash.tools import cli
+from sglang_dflash.tools.bench import load
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import workload
 from tests.engine.client import post
 from tests.engine.servers import BUILTIN, DFLASH, SIMULATED

@@ -10,21 +10,14 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_dflash import cli
-from sglang_dflash.bench.server import Server
-from sglang_dflash.cli.doctor import examine
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS
-from sglang_dflash.facts.server import ServerInfo
-from tests.cli.test_doctor import HEALTHY
-from tests.engine.servers import (
-    ADAPTIVE,
-    BUILTIN,
-    OVERFLOWING,
-    PLAIN,
-    SIMULATED,
-    ServerConfig,
-)
+from sglang_dflash.serving.metrics.server import ServerInfo
+from sglang_dflash.tools import cli
+from sglang_dflash.tools.bench.server import Server
+from sglang_dflash.tools.cli.doctor import examine
+from tests.engine.servers import ADAPTIVE, BUILTIN, OVERFLOWING, PLAIN, SIMULATED, ServerConfig
 from tests.engine.workload import many_steps, run_half
+from tests.tools.cli.test_doctor import HEALTHY
 
 
 def doctor(server: Server, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang_dflash.bench.server import Server
 from sglang_dflash.drafting.packed import has_amx, packs_float16
-from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.serving.start.flags import TYPED
+from sglang_dflash.tools.bench.server import Server
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.commands import commands, snippets
 from tests.engine import workload
 from tests.engine.client import counts

@@ -1,4 +1,4 @@
-"""`sglang-dflash bench` on real servers, which it starts itself. The rest of it: tests/bench."""
+"""`sglang-dflash bench` on real servers, which it starts itself. The rest: tests/tools/bench."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from sglang_dflash import cli
-from sglang_dflash.bench import arms, load, published
-from sglang_dflash.bench.differences import Difference, near_tie
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools import cli
+from sglang_dflash.tools.bench import arms, load, published
+from sglang_dflash.tools.bench.differences import Difference, near_tie
+from sglang_dflash.tools.bench.server import Server
 from tests.engine.client import counts
 from tests.engine.nursery import ForkedServer
 from tests.engine.servers import DFLASH, PAGE16_NO_OVERLAP, PAIR

@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import client, workload
 from tests.engine.servers import DFLASH, TIGHT, ServerConfig
 from tests.engine.session import ServerSession

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.conftest import FUZZ
 from tests.engine import client, faults, workload
 from tests.engine import feature_requests as features

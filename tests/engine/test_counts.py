@@ -12,18 +12,12 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_dflash.bench.server import Server
 from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import workload
 from tests.engine.client import ask, post, stream, together
 from tests.engine.processors import Nudged
-from tests.engine.servers import (
-    ADAPTIVE,
-    PAGE16_NO_OVERLAP,
-    PAGE16_WINDOW,
-    TIGHT,
-    ServerConfig,
-)
+from tests.engine.servers import ADAPTIVE, PAGE16_NO_OVERLAP, PAGE16_WINDOW, TIGHT, ServerConfig
 
 COUNTS = ("verify_steps", "committed_tokens", "undrafted_steps", "undrafted_tokens")
 # SGLang's own count, which does not tell steps with drafts from those without.

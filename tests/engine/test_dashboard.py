@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_dflash.bench.server import Server, free_port
+from sglang_dflash.tools.bench.server import Server, free_port
 from tests.dashboard import QUERIES, filled_in
 from tests.engine import workload
 from tests.engine.client import ask

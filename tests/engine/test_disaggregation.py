@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_dflash.bench.server import Server, free_port
-from sglang_dflash.bench.server import together as side_by_side
+from sglang_dflash.tools.bench.server import Server, free_port
+from sglang_dflash.tools.bench.server import together as side_by_side
 from tests.engine import workload
 from tests.engine.checks import cached_tokens
 from tests.engine.client import GREEDY, at_rest

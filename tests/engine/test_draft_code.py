@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash import cli
-from sglang_dflash.bench.server import Server, ServerConfig
-from sglang_dflash.transformers_loop import load
+from sglang_dflash.tools import cli
+from sglang_dflash.tools.bench.server import Server, ServerConfig
+from sglang_dflash.tools.transformers_loop import load
 from tests.broken_drafts import server_flags
 from tests.engine import client
 from tests.engine.session import ServerSession
-from tests.serving.test_draft_code import MODEL, PAIR, TRUST, TracedDraft, mistral
+from tests.serving.start.test_draft_code import MODEL, PAIR, TRUST, TracedDraft, mistral
 
 
 @pytest.mark.long

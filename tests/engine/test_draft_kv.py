@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine.servers import (
     BOUNDED,
     CHAT_WINDOW,

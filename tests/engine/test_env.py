@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sglang_dflash.cli import env
+from sglang_dflash.tools.cli import env
 from tests.engine.session import ServerSession
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import admission, answer_ends, checks, front_ends, workload
 from tests.engine import constrained as c
 from tests.engine import feature_requests as features

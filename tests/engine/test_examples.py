@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dflash.bench.server import Server
-from sglang_dflash.transformers_loop import chat_tokens
+from sglang_dflash.tools.bench.server import Server
+from sglang_dflash.tools.transformers_loop import chat_tokens
 from tests.engine import client
 from tests.engine.servers import DFLASH, PAIR
 from tests.engine.session import ServerSession

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import requests
 
-from sglang_dflash.bench.server import Server, free_port
+from sglang_dflash.tools.bench.server import Server, free_port
 from tests.engine import workload
 from tests.engine.servers import DFLASH, PLAIN, TP2, ServerConfig
 from tests.engine.session import ServerSession

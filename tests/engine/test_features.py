@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 import requests
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import feature_requests as features
 from tests.engine.feature_requests import Answers
 from tests.engine.servers import (

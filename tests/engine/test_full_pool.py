@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_dflash.bench.server import Server
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.bench.server import Server
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.engine import servers as s
 from tests.engine import workload
 from tests.engine.client import GREEDY, at_rest, together

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from experiments.shapes import folder_of
-from sglang_dflash.facts.origin import published_draft
+from sglang_dflash.checkpoint.origin import published_draft
 from tests.fake_gpu.gpu import MEMORY_GIB
 from tests.fake_gpu.hooks import TWINS
 

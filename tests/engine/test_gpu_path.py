@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_dflash.bench.server import Server
-from sglang_dflash.facts.errors import Failed
+from sglang_dflash.common.errors import Failed
+from sglang_dflash.tools.bench.server import Server
 from tests.conftest import FUZZ
 from tests.engine import checks, client, faults, front_ends, workload
 from tests.engine import servers as s

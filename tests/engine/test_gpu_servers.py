@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.bench.server import Server
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.bench.server import Server
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.engine import checks, client
 from tests.engine.comparison import Row, cases, compare
 from tests.engine.servers import Ask, ServerConfig

@@ -18,16 +18,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.conftest import FUZZ
 from tests.engine import client, workload
-from tests.engine.servers import (
-    DFLASH,
-    FILES,
-    HYBRID_PAIR_DFLASH,
-    PLAIN,
-    ServerConfig,
-)
+from tests.engine.servers import DFLASH, FILES, HYBRID_PAIR_DFLASH, PLAIN, ServerConfig
 
 # Endpoint, the fields of which one makes a prompt, and the prompt if none is drawn.
 PROMPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

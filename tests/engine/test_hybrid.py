@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.servers import (
-    HYBRID_MOE_PLAIN,
-    HYBRID_NEXT_PLAIN,
-    HYBRID_PLAIN,
-    ServerConfig,
-)
+from tests.engine.servers import HYBRID_MOE_PLAIN, HYBRID_NEXT_PLAIN, HYBRID_PLAIN, ServerConfig
 from tests.engine.session import ServerSession
 from tests.engine.workload import hybrid_answers
 

@@ -13,18 +13,18 @@ from tests.engine.session import ServerSession
 
 LOADED = """
 import json
-from sglang_dflash.platform_cpu import seams as platform_cpu
-from sglang_dflash.repairs import seams as repairs
-from sglang_dflash.seam.seam import _in_place, install_late, load_plugins
-from sglang_dflash.serving import seams as serving
+from sglang_dflash.plugins.platform_cpu import patches as platform_cpu
+from sglang_dflash.plugins.repairs import patches as repairs
+from sglang_dflash.patches.patch import _in_place, install_late, load_plugins
+from sglang_dflash.serving import patches as serving
 
-sampling, worker = serving.SAMPLING_SEAMS, serving.WORKER_SEAMS
+sampling, worker = serving.SAMPLING_PATCHES, serving.WORKER_PATCHES
 tables = {
     "sampling": sampling,
     "worker": [row for row in worker if row not in sampling],
-    "serving": serving.SEAMS,
-    "repairs": [row for row in repairs.SEAMS if row not in sampling],
-    "platform_cpu": platform_cpu.SEAMS,
+    "serving": serving.PATCHES,
+    "repairs": [row for row in repairs.PATCHES if row not in sampling],
+    "platform_cpu": platform_cpu.PATCHES,
 }
 
 def in_place():

@@ -1,5 +1,5 @@
 """Real servers fill the memory that is free to the token, with the states that the flags come to.
-(Of many flags, the sizing alone: tests/serving/test_pool_sizes.py.)"""
+(Of many flags, the sizing alone: tests/serving/start/test_pool_sizes.py.)"""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.bench.server import Server
-from sglang_dflash.facts import sizes
-from sglang_dflash.facts.pools import StateDemand, default_states, running_requests, sglang_states
-from sglang_dflash.facts.sizes import Charge, GroupKV
-from sglang_dflash.facts.target_config import TargetGeometry
+from sglang_dflash.checkpoint.target_config import TargetGeometry
+from sglang_dflash.memory import sizes
+from sglang_dflash.memory.pools import StateDemand, default_states, running_requests, sglang_states
+from sglang_dflash.memory.sizes import Charge, GroupKV
+from sglang_dflash.tools.bench.server import Server
 from tests.engine.servers import HYBRID_PAIR, HYBRID_PAIR_DFLASH, HYBRID_PAIR_PLAIN, ServerConfig
 
 GIB = 2**30

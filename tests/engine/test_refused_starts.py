@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang_dflash.bench.server import ServerConfig
-from sglang_dflash.facts.errors import Failed
+from sglang_dflash.common.errors import Failed
+from sglang_dflash.tools.bench.server import ServerConfig
 from tests.broken_drafts import BROKEN, PAIR, fields, server_flags
 from tests.conftest import FUZZ
 from tests.engine import client
 from tests.engine.nursery import ForkedServer
 from tests.engine.session import ServerSession
-from tests.serving.test_draft_verdicts import damaged
+from tests.serving.start.test_draft_verdicts import damaged
 
 # From the line to the end. Not by the clock, since the machine may be busy with other tests.
 CPU_SECONDS = 20

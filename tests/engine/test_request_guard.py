@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import client, workload
 from tests.engine.bad_requests import ENDS, ENDS_PLAIN, FAILS, REFUSED, Row
 from tests.engine.engine_calls import CALLS

@@ -28,4 +28,4 @@ def test_it_is_found(servers: ServerSession, tmp_path: Path) -> None:
     script.write_text(RIVAL)
     status, lines = servers.nursery.run(str(script), log=tmp_path / "log")
     assert status == 1
-    assert "cannot apply the seam" in lines[-1] and "plugin=rival" in lines[-1], lines
+    assert "cannot apply the patch" in lines[-1] and "plugin=rival" in lines[-1], lines

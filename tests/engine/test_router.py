@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import workload
 from tests.engine.client import until
 from tests.engine.router import post, router

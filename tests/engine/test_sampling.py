@@ -16,8 +16,8 @@ from openai import OpenAI
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dflash.bench.server import Server
 from sglang_dflash.drafting.acceptance import target_probabilities
+from sglang_dflash.tools.bench.server import Server
 from tests.engine.servers import DFLASH, PAIR
 
 TEXT = "def get(self, block=True, timeout=None):\n    if "

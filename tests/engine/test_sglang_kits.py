@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import servers as s
 from tests.engine.client import at_rest
 from tests.engine.servers import ServerConfig

@@ -7,8 +7,8 @@ import time
 import psutil
 import pytest
 
-from sglang_dflash.bench.server import Server
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import client
 from tests.engine.servers import DFLASH, PAGE16_WINDOW, PAIR, TP2_DISAGREEING
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import client
 from tests.engine.hierarchical import SOAK_HOST, SOAK_HYBRID_HOST
 from tests.engine.servers import (

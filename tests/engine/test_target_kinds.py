@@ -15,7 +15,7 @@ import pytest
 import requests
 import torch
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.engine import checks, workload
 from tests.engine import servers as s
 from tests.engine.checks import Check, Seen

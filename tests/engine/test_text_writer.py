@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from launch.draft_training.decoding import Job, fast_decoding
 from launch.draft_training.text import ANSWERS
 from launch.draft_training.writers import ServerWriter, TransformersWriter
-from sglang_dflash.bench.server import Server
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.bench.server import Server
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.engine.servers import PLAIN
 
 LOOP_TOKENS = 8

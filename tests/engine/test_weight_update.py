@@ -17,9 +17,9 @@ import torch
 from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
 from torch import Tensor
 
-from sglang_dflash.bench.server import Server, free_port
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.weights import draft_tensors
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.tools.bench.server import Server, free_port
 from tests.conftest import rewrite
 from tests.engine import client, workload
 from tests.engine.servers import DFLASH, GRAPHS, PAIR, TP2_DISAGREEING, ServerConfig

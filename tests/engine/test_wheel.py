@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.bench.server import Server, ServerConfig
+from sglang_dflash.tools.bench.server import Server, ServerConfig
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).parents[2]

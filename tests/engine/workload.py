@@ -15,9 +15,9 @@ from typing import Any
 
 import requests
 
-from sglang_dflash.bench.server import Server
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps, of_answer
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.bench.server import Server
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.engine.client import GREEDY, ask, flush, together
 from tests.engine.seeing import PLACE, picture
 

@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import KernelInterface
 
 from experiments import gpu, runner
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.gpu_check import drafters, timing
-from sglang_dflash.gpu_check import parts as parts_of_gpu
-from sglang_dflash.gpu_check import plan as plans
-from sglang_dflash.gpu_check.drafters import TINY, Load
-from sglang_dflash.gpu_check.floors import config_of
-from sglang_dflash.gpu_check.parts import PHASES
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.tools.gpu_check import drafters, timing
+from sglang_dflash.tools.gpu_check import parts as parts_of_gpu
+from sglang_dflash.tools.gpu_check import plan as plans
+from sglang_dflash.tools.gpu_check.drafters import TINY, Load
+from sglang_dflash.tools.gpu_check.floors import config_of
+from sglang_dflash.tools.gpu_check.parts import PHASES
 
 CPU = torch.device("cpu")
 

@@ -12,15 +12,15 @@ from transformers import AutoConfig
 from experiments import gpu_servers, runner
 from experiments.gpu_servers import SESSION_TOKENS, last_lines, step_ms
 from experiments.shapes import context_of, folder_of
-from sglang_dflash.bench.load import Answer
-from sglang_dflash.bench.server import ServerConfig
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.errors import ConfigError, Failed
-from sglang_dflash.facts.origin import published_draft
-from sglang_dflash.facts.published import shipped
-from sglang_dflash.facts.target_config import TargetGeometry
-from tests.bench.fake_server import Started
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.origin import published_draft
+from sglang_dflash.checkpoint.published import shipped
+from sglang_dflash.checkpoint.target_config import TargetGeometry
+from sglang_dflash.common.errors import ConfigError, Failed
+from sglang_dflash.tools.bench.load import Answer
+from sglang_dflash.tools.bench.server import ServerConfig
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
+from tests.tools.bench.fake_server import Started
 
 RUNNING = 32
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.hierarchical import agents
-from sglang_dflash.bench.datasets import stdlib_functions
+from sglang_dflash.tools.bench.datasets import stdlib_functions
 
 
 def test_agents_share_prefixes() -> None:

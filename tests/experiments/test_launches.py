@@ -6,8 +6,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments import launches
-from sglang_dflash.facts.published import shipped
-from sglang_dflash.facts.target_config import TargetGeometry
+from sglang_dflash.checkpoint.published import shipped
+from sglang_dflash.checkpoint.target_config import TargetGeometry
 
 
 def test_replay_launches_once_per_recurrent_layer() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from experiments.prompts import GSM8K, HUMAN_EVAL, Options, run
-from sglang_dflash.bench.datasets import from_file
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.tools.bench.datasets import from_file
 
 FUNCTION = {
     "prompt": 'def twice(x):\n    """Double it."""\n',

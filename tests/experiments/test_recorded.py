@@ -14,9 +14,9 @@ import torch
 from experiments import recorded
 from experiments.lookup import Options, table
 from experiments.recorded import Text
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.lookup import LONGEST_MATCH, seen_before
-from sglang_dflash.facts.errors import ConfigError
 
 
 def test_steps_by_hand() -> None:

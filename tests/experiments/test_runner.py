@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from experiments import draft_kv, runner, target_kv_tokens
-from sglang_dflash.bench.server import ServerConfig
+from sglang_dflash.tools.bench.server import ServerConfig
 
 ARMS = {name: ServerConfig({"--name": name}) for name in ("one", "three")}
 

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from experiments import runner, traffic
 from experiments.launches import Scene, counted
 from experiments.traffic import GOALS, LOADS, Row
-from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, Reach
-from sglang_dflash.gpu_check.floors import SHAPES, absorb_floor, propose_floor, visible
+from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention, Reach
+from sglang_dflash.tools.gpu_check.floors import SHAPES, absorb_floor, propose_floor, visible
 from tests.conftest import raw_config, with_own
 
 # All loads of one shape, and of the others the first and the longest.

@@ -19,9 +19,9 @@ from experiments.worker_overhead import (
     spread,
     unpack,
 )
-from sglang_dflash.bench.load import Answer
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.acceptance_length import VerifySteps
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.tools.bench.load import Answer
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")

@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sglang_dflash.platform_cpu import seams as platform_cpu
+from sglang_dflash.plugins.platform_cpu import patches as platform_cpu
 from tests.fake_gpu.gloo import GlooCommunicator
 from tests.fake_gpu.gpu import GPU
 from tests.fake_gpu.kernels import attention, elementwise, flashinfer, recurrent, sampling, twins
@@ -175,17 +175,17 @@ def choose_twins(module: Any, named: dict[str, Callable[..., Any]]) -> None:
 
 def twins_of_sglang() -> dict[str, Hook]:
     """Kernels of hybrid targets; of most the plain-CPU platform has the torch code."""
-    seams = [
-        seam
-        for seam in platform_cpu.SEAMS
+    patches = [
+        patch
+        for patch in platform_cpu.PATCHES
         # Methods are called with tensors in `self`: they stay.
-        if ".gdn_ops." in str(seam.ours) and seam.attribute != "forward"
+        if ".gdn_ops." in str(patch.ours) and patch.attribute != "forward"
     ]
     named: dict[str, dict[str, Callable[..., Any]]] = {
         f"{ATTENTION}.{module}": dict(slow) for module, slow in recurrent.SLOW.items()
     }
-    for seam in seams:
-        named.setdefault(seam.parent, {})[seam.attribute] = resolved(str(seam.ours))
+    for patch in patches:
+        named.setdefault(patch.parent, {})[patch.attribute] = resolved(str(patch.ours))
     return {
         module: partial(choose_twins, named={name: function(run) for name, run in twins.items()})
         for module, twins in named.items()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.platform_cpu import OVERLAP
+from sglang_dflash.plugins.platform_cpu import OVERLAP
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.engine import front_ends
 from tests.engine import servers as cpu
-from tests.engine.servers import (
+from tests.engine.servers import (  # fmt: skip
     FILES,
     LOOKUP,
     SECOND,
@@ -19,7 +19,7 @@ from tests.engine.servers import (
     ServerConfig,
     drafting,
     faulty,
-)  # fmt: skip
+)
 from tests.fake_gpu.gpu import COUNT, MEMORY_GIB
 from tests.fake_gpu.hooks import TWINS
 from tests.fake_gpu.install import ENVIRONMENT

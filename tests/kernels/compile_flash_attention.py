@@ -15,9 +15,9 @@ import sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.table import ContextTable
-from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from tests.kernels.compile_kernels import published
 
 REQUESTS, COLUMNS = 4, 96

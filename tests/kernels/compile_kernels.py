@@ -42,8 +42,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.published import shipped
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.published import shipped
 from tests.kernels.instructions import WARP, executed
 
 CAPABILITIES = (80, 90, 100, 120)

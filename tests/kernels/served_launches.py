@@ -33,6 +33,8 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.autotuner import Heuristics
 from triton.runtime.jit import JITFunction, KernelInterface, create_function_from_signature
 
+from sglang_dflash.checkpoint.draft_config import WHOLE_CONTEXT, DraftConfig, LayerGroup
+from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
@@ -43,8 +45,6 @@ from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import _cases
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, DraftConfig, LayerGroup
-from sglang_dflash.facts.published import shipped
 from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay, ReplayOps
 from tests.conftest import kv_groups, raw_config, with_own
 from tests.serving.recurrent_target import gdn_layer, recorded_runner

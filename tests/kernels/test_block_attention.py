@@ -9,10 +9,10 @@ import torch
 from dflash_kernels import block_attention
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import WHOLE_CONTEXT, LayerAttention, Reach
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.attention.visibility import context_positions
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, LayerAttention, Reach
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes, needs_interpreter
 
 FULL, CAUSAL = LayerAttention(None, False), LayerAttention(None, True)

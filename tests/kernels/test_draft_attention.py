@@ -8,12 +8,12 @@ import pytest
 import torch
 from dflash_kernels.draft_attention import TritonAttention
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig, Reach
 from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.drafting.attention.capabilities import split_shape
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.attention.visibility import context_positions
-from sglang_dflash.facts.attention import split_shape
-from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from tests.conftest import raw_config
 from tests.kernels.support import DEVICE
 

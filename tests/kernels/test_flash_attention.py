@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.paged import Pages
 from sglang_dflash.drafting.attention.visibility import keys_around
-from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
-from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.gpu import flash_attention
 from tests.conftest import raw_config
 from tests.kernels.compile_flash_attention import kinds
@@ -33,7 +33,7 @@ def test_fa4_compiles_for_every_kind_of_layer(capability: int) -> None:
 
 CALL = """
 import torch
-from sglang_dflash.facts.draft_config import LayerAttention
+from sglang_dflash.checkpoint.draft_config import LayerAttention
 from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.serving.gpu.flash_attention import fa3_kernel

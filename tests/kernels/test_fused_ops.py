@@ -9,9 +9,9 @@ import torch
 from dflash_kernels import add_rms_norm, qk_norm_rope, silu_mul
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_rope import RopeConfig
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.rope import Rotary
-from sglang_dflash.facts.draft_rope import RopeConfig
 from tests.kernels.support import DEVICE, Canaries, counted_bytes
 
 # Of the twin in float32. float32: another order of sums. Others: up to three roundings, to 2^-12 or

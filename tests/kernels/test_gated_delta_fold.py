@@ -8,9 +8,9 @@ import pytest
 import torch
 from dflash_kernels import gated_delta_fold
 
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.self_check import check_replay
-from sglang_dflash.facts.errors import ConfigError
 from tests.kernels.support import DEVICE, counted_bytes, needs_interpreter
 
 # key heads, value heads, key dim, value dim, conv width, block

@@ -12,7 +12,7 @@ from dflash_kernels import gated_delta_fold
 
 from sglang_dflash.drafting.recurrent import gated_delta
 from tests.kernels.support import DEVICE, needs_interpreter
-from tests.seam.originals import original
+from tests.patches.originals import original
 
 # A GPU may be lent without it.
 pytest.importorskip("sglang")

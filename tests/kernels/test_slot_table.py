@@ -6,9 +6,9 @@ import pytest
 import torch
 from dflash_kernels import slot_table
 
+from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.facts.draft_config import Reach
 from tests.conftest import write_kv
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from dflash_kernels.draft_ops import TritonOps
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.backend import Backend, Capabilities
 from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.drafter import Drafter
@@ -19,10 +20,9 @@ from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import check_attention, check_recording
 from sglang_dflash.drafting.width import WidthPolicy
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.gpu_check.drafters import random_head
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.start.plan import Plan
+from sglang_dflash.tools.gpu_check.drafters import random_head
 from tests.conftest import raw_config
 from tests.drafting.test_paged_attention import plain_kernel
 from tests.kernels.support import DEVICE

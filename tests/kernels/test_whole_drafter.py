@@ -11,6 +11,7 @@ from dflash_kernels.draft_attention import TritonAttention
 from dflash_kernels.draft_ops import TritonOps
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerGroup
 from sglang_dflash.drafting.attention.backend import DraftAttention, Setting
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
@@ -19,7 +20,6 @@ from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.facts.draft_config import DraftConfig, LayerGroup
 from tests.conftest import kv_groups, random_model, raw_config, with_own
 from tests.kernels.support import DEVICE
 

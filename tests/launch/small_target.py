@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 PROMPTS = [
     "def add(a, b):", "What is a list?", "Write a loop.", "import os", "Why?", "class A:", "x = 1",

@@ -14,7 +14,7 @@ import torch
 from launch.draft_training import card, draft, loop, states
 from launch.draft_training.loop import Length
 from launch.draft_training.recipe import Recipe
-from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.tools.bench.datasets import Prompt
 from tests.launch.small_target import write_target
 
 TENSORS = ("begins", "answers", "ids", "hidden", "likely", "log_p")

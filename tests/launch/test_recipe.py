@@ -16,11 +16,11 @@ from launch.draft_training.loops import loop_start
 from launch.draft_training.recipe import Recipe
 from launch.draft_training.states import States, read_text, states_of
 from launch.draft_training.writers import TransformersWriter
-from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model, save_model
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.transformers_loop.generation import spec_generate
+from sglang_dflash.tools.bench.datasets import Prompt
+from sglang_dflash.tools.transformers_loop.generation import spec_generate
 from tests.launch.small_target import PROMPTS, write_target
 
 HELD_OUT = {"chat": [Prompt(("Name a color.", "And one more?"), True), Prompt(("Hi there",), True)]}

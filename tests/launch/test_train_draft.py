@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import train_draft
-from sglang_dflash.bench.server import Server, ServerConfig, dflash_flags
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.tools.bench.server import Server, ServerConfig, dflash_flags
 from tests.launch.small_target import PROMPTS, write_prompts, write_target
 
 ROOT = Path(__file__).parents[2]

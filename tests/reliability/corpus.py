@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dflash.bench.server import Server
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.bench.server import Server
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.engine.feature_requests import NESTED, POINT, REGULAR
 
 # Two logits nearer than this may change places if sums are taken in another order, as after a

@@ -18,15 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from sglang_dflash.serving.step.batch import GenerationBatchResult
-from tests.serving.in_process import (
-    COLUMNS,
-    ROWS,
-    SLOTS,
-    VOCAB,
-    decode_of,
-    prefill_of,
-    worker_of,
-)
+from tests.serving.in_process import COLUMNS, ROWS, SLOTS, VOCAB, decode_of, prefill_of, worker_of
 
 FEW = 2
 

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
-from sglang_dflash.platform_cpu.attention import CpuAttentionBackend
+from sglang_dflash.plugins.platform_cpu.attention import CpuAttentionBackend
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.sampling import Ranks, repeated_sampling_info
 from sglang_dflash.serving.step.target_tokens import TargetTokens

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_dflash.checkpoint.hub import draft_folder
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.weights import load_model
-from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.hub import draft_folder
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 UNREADABLE = Path("/proc/self/mem")
 

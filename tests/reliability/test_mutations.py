@@ -1,5 +1,5 @@
-"""The list of bugs fits the tree, and `tools/mutate.py` tells a bug that is caught from one that is
-not. To put them all back: `python tools/mutate.py`."""
+"""The list of bugs fits the tree, and `launch/mutate.py` tells a bug that is caught from one that
+is not. To put them all back: `python launch/mutate.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutate import LIST, ROOT, Mutation, read_list, run
+from launch.mutate import LIST, ROOT, Mutation, read_list, run
 
 MUTATIONS = read_list(ROOT / LIST)
 

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import requests
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.tools.bench.server import Server
 from tests.reliability.corpus import GRAMMAR_TOKENS, Expected
 
 # How often a client does what: a method of `Client`.

@@ -20,9 +20,9 @@ from sglang_dflash.drafting.options import PLAIN_STEPS, Finding, Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.drafting.width import WidthPolicy
-from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
-from sglang_dflash.serving.fleet.host_tier import HostTier
-from sglang_dflash.serving.show.figures import Figures
+from sglang_dflash.serving.kv_transfer.disaggregation import DraftKVPages
+from sglang_dflash.serving.kv_transfer.host_tier import HostTier
+from sglang_dflash.serving.metrics.figures import Figures
 from sglang_dflash.serving.step.batch import GenerationBatchResult, draft_input
 from sglang_dflash.serving.step.extension import StepObserver
 from sglang_dflash.serving.step.penalties import BlockPenalties

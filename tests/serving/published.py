@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_dflash.drafting.weights import save_model
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.conftest import random_model, raw_config
 from tests.engine.hybrid import config_of, copy_tokenizer
 

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.drafting.attention import capabilities as attention
+from sglang_dflash.drafting.attention.capabilities import CAPABILITIES, AttentionLoad, Capabilities
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.facts import attention
-from sglang_dflash.facts.attention import CAPABILITIES, AttentionLoad, Capabilities
-from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 
 
 class DraftAttention(Protocol):
@@ -114,7 +114,7 @@ def choose_attention(
     backends: Mapping[str, Backend],
     kv_dtype: torch.dtype | None = None,
 ) -> str:
-    """`facts.attention.choose_attention` of torch's device and dtype."""
+    """`drafting.attention.capabilities.choose_attention` of torch's device and dtype."""
     table = {key: row.capabilities for key, row in backends.items()}
     named = None if kv_dtype is None else str(kv_dtype).removeprefix("torch.")
     return attention.choose_attention(name, config, device.type, table, named)

@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import LayerAttention
 from sglang_dflash.drafting.attention.table import ContextTable
-from sglang_dflash.facts.draft_config import LayerAttention
 
 
 class Pages(NamedTuple):

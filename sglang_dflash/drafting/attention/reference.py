@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import LayerAttention
+from sglang_dflash.drafting.attention.capabilities import CHUNK_BYTES, bytes_of_a_column
 from sglang_dflash.drafting.attention.table import ContextTable, pieces
 from sglang_dflash.drafting.attention.visibility import context_positions, visibility
-from sglang_dflash.facts.attention import CHUNK_BYTES, bytes_of_a_column
-from sglang_dflash.facts.draft_config import LayerAttention
 
 
 class TorchAttention:

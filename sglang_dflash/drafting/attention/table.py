@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.attention.visibility import context_positions
 from sglang_dflash.drafting.kv import Tags
-from sglang_dflash.facts.draft_config import Reach
 
 # Columns times requests that `fill_table` works on at once. It needs some 60 bytes for each.
 PIECE = 1 << 16

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_dflash.facts.draft_config import LayerAttention, Reach
+from sglang_dflash.checkpoint.draft_config import LayerAttention, Reach
 
 
 def context_positions(seq_lens: Tensor, width: int, reach: Reach, first: int = 0) -> Tensor:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.backend import TORCH, Backend
+from sglang_dflash.drafting.attention.capabilities import CAPABILITIES
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.facts.attention import CAPABILITIES
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.seam.seam import LazyImport
+from sglang_dflash.patches.patch import LazyImport
 
 # The first GPUs that Triton converts e4m3 for.
 FP8_CAPABILITY = (8, 9)

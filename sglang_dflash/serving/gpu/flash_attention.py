@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.paged import PagedAttention, PagedKernel, Pages
 from sglang_dflash.drafting.attention.visibility import keys_around
-from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
-from sglang_dflash.facts.errors import ConfigError
 
 # Major compute capability -> splits of a request's context, 0 for as many as FA4 finds best. On
 # Hopper it has one only.

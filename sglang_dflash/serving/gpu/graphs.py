@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder, batch_buckets
 from sglang_dflash.drafting.self_check import check_recording
-from sglang_dflash.facts.log import Log
 
 logger = Log(__name__)
 

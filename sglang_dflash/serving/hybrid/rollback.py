@@ -15,12 +15,12 @@ import torch
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from torch import Tensor
 
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
 from sglang_dflash.drafting.self_check import check_replay
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.seam.seam import install_late
-from sglang_dflash.serving.seams import REPLAY_SEAMS
+from sglang_dflash.patches.patch import install_late
+from sglang_dflash.serving.patches import REPLAY_PATCHES
 
 
 class ReplayOps(NamedTuple):
@@ -177,7 +177,7 @@ def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
         )
     if requested == "snapshot" or not can_replay:
         return Rollback(model_runner)
-    install_late(REPLAY_SEAMS, "replay of recurrent layers")
+    install_late(REPLAY_PATCHES, "replay of recurrent layers")
     return Replay(model_runner, _ops(torch.device(model_runner.device)))
 
 

@@ -22,18 +22,18 @@ from sglang.srt.runtime_context import (
 )
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.texts import Lookup
-from sglang_dflash.facts import server
-from sglang_dflash.facts.log import Log
-from sglang_dflash.seam.seam import install_late
-from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
-from sglang_dflash.serving.fleet.host_tier import HostTier
+from sglang_dflash.patches.patch import install_late
 from sglang_dflash.serving.gpu.graphs import graphed
-from sglang_dflash.serving.seams import WORKER_SEAMS
-from sglang_dflash.serving.show.figures import Figures
+from sglang_dflash.serving.kv_transfer.disaggregation import DraftKVPages
+from sglang_dflash.serving.kv_transfer.host_tier import HostTier
+from sglang_dflash.serving.metrics import server
+from sglang_dflash.serving.metrics.figures import Figures
+from sglang_dflash.serving.patches import WORKER_PATCHES
 from sglang_dflash.serving.start import flags, memory
 from sglang_dflash.serving.start.decide import make_plan
 from sglang_dflash.serving.start.plan import Plan
@@ -80,7 +80,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         del gpu_id, nccl_port
         self._target_worker, self._names = target_worker, flags.names(server_args)
         with ends_the_server(self._names):
-            install_late(WORKER_SEAMS, "its DFLASH worker")
+            install_late(WORKER_PATCHES, "its DFLASH worker")
             keep_last_hidden_states(target_worker.model_runner.model)
             self._reserve(make_plan(server_args, target_worker, load_draft))
 

@@ -11,10 +11,10 @@ from typing import Any
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.log import Log
-from sglang_dflash.facts.stored import and_more, plain_name
-from sglang_dflash.facts.tensors import HARMLESS
+from sglang_dflash.checkpoint.stored import and_more, plain_name
+from sglang_dflash.checkpoint.tensors import HARMLESS
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.common.log import Log
 
 logger = Log(__name__)
 

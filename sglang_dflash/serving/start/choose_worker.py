@@ -14,39 +14,30 @@ from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_spec
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig, read_draft
+from sglang_dflash.checkpoint.hub import draft_folder
+from sglang_dflash.checkpoint.origin import published_draft
+from sglang_dflash.checkpoint.precision import other_precision
+from sglang_dflash.checkpoint.published import check_target_folder
+from sglang_dflash.checkpoint.target_classes import METHOD, TARGETS, unserved_class
+from sglang_dflash.checkpoint.tensors import check_weights
+from sglang_dflash.common.errors import ConfigError, UnsupportedDraft, shown_pair
+from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.machine import version
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import load_model
-from sglang_dflash.facts.draft_config import DraftConfig, read_draft
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown_pair
-from sglang_dflash.facts.hub import draft_folder
-from sglang_dflash.facts.log import Log
-from sglang_dflash.facts.origin import published_draft
-from sglang_dflash.facts.precision import other_precision
-from sglang_dflash.facts.published import check_target_folder
-from sglang_dflash.facts.refused import refuse_ray, refuse_trusted
-from sglang_dflash.facts.server import BUILTIN, labels
-from sglang_dflash.facts.target_classes import METHOD, TARGETS, unserved_class
-from sglang_dflash.facts.tensors import check_weights
-from sglang_dflash.facts.unserved import builtin_reason
-from sglang_dflash.seam.seam import install_late, verify
-from sglang_dflash.serving.gpu.backends import (
-    ATTENTION,
-    asked_attention,
-    check_kv_dtype,
-    kv_dtype,
-)
-from sglang_dflash.serving.seams import BUILTIN_SEAMS, SEAMS
-from sglang_dflash.serving.show.figures import show_info
+from sglang_dflash.patches.patch import install_late, verify
+from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, check_kv_dtype, kv_dtype
+from sglang_dflash.serving.metrics.figures import show_info
+from sglang_dflash.serving.metrics.server import BUILTIN, labels
+from sglang_dflash.serving.patches import BUILTIN_PATCHES, PATCHES
 from sglang_dflash.serving.start import flags
-from sglang_dflash.serving.start.draft_files import (
-    check_as_sglang_reads_it,
-    distrust,
-    refuse_code,
-)
+from sglang_dflash.serving.start.draft_files import check_as_sglang_reads_it, distrust, refuse_code
 from sglang_dflash.serving.start.refusal import ends_the_server
+from sglang_dflash.serving.start.refused import refuse_ray, refuse_trusted
+from sglang_dflash.serving.start.unserved import builtin_reason
 
 logger = Log(__name__)
 
@@ -225,7 +216,7 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
     from sglang_dflash.serving.start.build import DFlashSpecWorker
     from sglang_dflash.serving.start.target_head import unserved_target
 
-    verify(SEAMS)
+    verify(PATCHES)
     reason = unserved_target(kwargs["target_worker"].model_runner.model)
     if reason is not None:
         # SGLang's own arguments.
@@ -248,7 +239,7 @@ def _showing(reason: str, worker: type) -> type:
     def started(self: Any, *args: Any, **named: Any) -> None:
         from sglang_dflash.serving.start.build import metric_labels
 
-        install_late(BUILTIN_SEAMS, "its own DFLASH worker")
+        install_late(BUILTIN_PATCHES, "its own DFLASH worker")
         with ends_the_server({}):
             worker.__init__(self, *args, **named)  # type: ignore[misc]
         spec = get_spec()

@@ -13,12 +13,12 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import attention_backends, get_model, get_parallel, get_spec
 from torch import Tensor
 
+from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.graphs import Recorder
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.packed import Float16, packed_of
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.facts.log import Log
 from sglang_dflash.serving.gpu.backends import (
     ATTENTION,
     asked_attention,

@@ -15,10 +15,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from transformers import AutoConfig
 
-from sglang_dflash.facts.draft_keys import auto_maps, check_code, flat
-from sglang_dflash.facts.errors import ConfigError, cut, shown
-from sglang_dflash.facts.fields import read_json_object
-from sglang_dflash.facts.hub import cached_config, checkpoint
+from sglang_dflash.checkpoint.draft_keys import auto_maps, check_code, flat
+from sglang_dflash.checkpoint.fields import read_json_object
+from sglang_dflash.checkpoint.hub import cached_config, checkpoint
+from sglang_dflash.common.errors import ConfigError, cut, shown
 
 # The `checkpoint` of this server's draft. An environment variable, as the scheduler's processes
 # read the draft's config before they have our settings.

@@ -16,14 +16,14 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Loc
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.draft_keys import is_draft
+from sglang_dflash.checkpoint.stored import plain_name
+from sglang_dflash.checkpoint.tensors import check_weights
+from sglang_dflash.common.errors import ConfigError, cut
+from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import check_new, draft_tensors, reload
-from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.draft_keys import is_draft
-from sglang_dflash.facts.errors import ConfigError, cut
-from sglang_dflash.facts.log import Log
-from sglang_dflash.facts.stored import plain_name
-from sglang_dflash.facts.tensors import check_weights
 
 logger = Log(__name__)
 

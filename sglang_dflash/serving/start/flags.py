@@ -10,24 +10,24 @@ from typing import Any
 
 import msgspec
 
+from sglang_dflash.checkpoint.hub import check_path
+from sglang_dflash.common.command_line import end_in_one_line, setting
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options, ResolvedOptions
 from sglang_dflash.drafting.width import AdaptiveWidth, WidthPolicy
-from sglang_dflash.facts.command_line import end_in_one_line, setting
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.hub import check_path
-from sglang_dflash.facts.launch import check_port, listens
-from sglang_dflash.facts.log import Log
-from sglang_dflash.facts.refused import (
+from sglang_dflash.patches.patch import is_loaded
+from sglang_dflash.serving import given_flags
+from sglang_dflash.serving.start.launch import check_port, listens
+from sglang_dflash.serving.start.refusal import use_one_line
+from sglang_dflash.serving.start.refused import (
     BLOCK_ALIAS,
     BLOCK_FLAG,
     WIDTH_FLAG,
     asked_block,
     why_not_adaptive,
 )
-from sglang_dflash.facts.unserved import IGNORED
-from sglang_dflash.seam.seam import is_loaded
-from sglang_dflash.serving import given_flags
-from sglang_dflash.serving.start.refusal import use_one_line
+from sglang_dflash.serving.start.unserved import IGNORED
 
 logger = Log(__name__)
 

@@ -34,11 +34,12 @@ from sglang.srt.runtime_context import (
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.facts import sizes
-from sglang_dflash.facts.draft_memory import DraftMemory, NarrowForwards, draft_memory
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.log import Log
-from sglang_dflash.facts.pools import (
+from sglang_dflash.checkpoint.target_config import RecurrentShape
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.common.log import Log
+from sglang_dflash.memory import sizes
+from sglang_dflash.memory.draft_memory import DraftMemory, NarrowForwards, draft_memory
+from sglang_dflash.memory.pools import (
     STATE_RATIO,
     Capacity,
     StateDemand,
@@ -46,9 +47,8 @@ from sglang_dflash.facts.pools import (
     running_requests,
     sglang_states,
 )
-from sglang_dflash.facts.sizes import Charge, GroupKV, draft_kv_charge
-from sglang_dflash.facts.target_config import RecurrentShape
-from sglang_dflash.seam.restored import restored
+from sglang_dflash.memory.sizes import Charge, GroupKV, draft_kv_charge
+from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.gpu.graphs import captured_sizes, target_has_graphs
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
 from sglang_dflash.serving.start.plan import Plan

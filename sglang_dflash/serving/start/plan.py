@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_dflash.checkpoint.draft_config import LayerGroup
+from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.attention.backend import Backend, Setting, processors_of
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.graphs import Recorder
@@ -23,10 +25,8 @@ from sglang_dflash.drafting.options import PLAIN_STEPS, Finding, ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import check_attention, check_ops
 from sglang_dflash.drafting.width import WidthPolicy
-from sglang_dflash.facts.draft_config import LayerGroup
-from sglang_dflash.facts.draft_memory import DraftServer, NarrowForwards
-from sglang_dflash.facts.log import Log
-from sglang_dflash.facts.sizes import BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT, GroupKV
+from sglang_dflash.memory.draft_memory import DraftServer, NarrowForwards
+from sglang_dflash.memory.sizes import BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT, GroupKV
 from sglang_dflash.serving.step.extension import Extension
 
 if TYPE_CHECKING:

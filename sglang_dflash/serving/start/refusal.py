@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.log import Log
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.common.log import Log
 
 logger = Log(__name__)
 

@@ -25,7 +25,7 @@ from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from sglang.srt.utils.common import ceil_align, is_pin_memory_available
 from torch import Tensor
 
-from sglang_dflash.seam.restored import restored
+from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.hybrid.rollback import Checkpoints
 
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.drafter import DrafterFactory
 from sglang_dflash.drafting.graphs import Recorder
 from sglang_dflash.drafting.width import WidthPolicy
-from sglang_dflash.facts.errors import ConfigError
 
 
 class Step(NamedTuple):

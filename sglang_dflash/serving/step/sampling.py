@@ -28,9 +28,9 @@ from sglang.srt.speculative.spec_utils import (
 from sglang.srt.utils.async_probe import sanitize_nan_logits as sanitize_nan_logits
 from torch import Tensor
 
+from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.acceptance import Accepted, simulate_acceptance
 from sglang_dflash.drafting.noise import BlockNoise
-from sglang_dflash.facts.log import Log
 
 logger = Log(__name__)
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from sglang_dflash.seam.restored import restored
-from sglang_dflash.serving.show.counts import RequestStep
+from sglang_dflash.patches.restored import restored
+from sglang_dflash.serving.metrics.counts import RequestStep
 from sglang_dflash.serving.step.batch import get_spec, serves_dflash
 from sglang_dflash.serving.step.target_tokens import takes_one_token
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.seam.restored import restored
+from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
 
 

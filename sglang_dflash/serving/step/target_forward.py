@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_dflash.facts.log import Log
-from sglang_dflash.seam.restored import restored
+from sglang_dflash.common.log import Log
+from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.step.batch import (
     CaptureHiddenMode,
     GenerationBatchResult,

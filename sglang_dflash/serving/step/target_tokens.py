@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.noise import COUPLED, BlockNoise
-from sglang_dflash.facts.log import Log
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
 from sglang_dflash.serving.step.penalties import BlockPenalties

@@ -21,10 +21,10 @@ from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.pending_context import PendingContext
 from sglang_dflash.drafting.sampled_drafts import DraftsByRule, SampledDrafts
 from sglang_dflash.drafting.texts import Lookup
-from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.hybrid.rollback import Rollback
-from sglang_dflash.serving.show.counts import RequestStep
-from sglang_dflash.serving.show.figures import Figures
+from sglang_dflash.serving.kv_transfer.host_tier import HostTier
+from sglang_dflash.serving.metrics.counts import RequestStep
+from sglang_dflash.serving.metrics.figures import Figures
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import (
     DraftInput,
@@ -37,11 +37,7 @@ from sglang_dflash.serving.step.batch import (
     replace_hidden_states,
 )
 from sglang_dflash.serving.step.extension import Step, StepObserver
-from sglang_dflash.serving.step.prefill import (
-    place_prompt,
-    write_texts,
-    write_texts_taken_over,
-)
+from sglang_dflash.serving.step.prefill import place_prompt, write_texts, write_texts_taken_over
 from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens, verified_tokens

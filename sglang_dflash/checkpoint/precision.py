@@ -1,0 +1,54 @@
+"""The precision that a target and its draft are said to have: a draft is trained, or calibrated, on
+the hidden states of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_dflash.checkpoint.quantization import NAMES
+
+# What names and configs say, the first that is found -> the precision. Of 16 bits they say nothing.
+_SAID = (
+    (r"mxfp4", "MXFP4"),
+    (r"fp4", "NVFP4"),
+    (r"fp8|float-quantized", "FP8"),
+    (r"w8a8|int8|int-quantized", "INT8"),
+    (r"w4a16|int4|4bit|awq|gptq|pack-quantized", "INT4"),
+)
+_FIELDS = ("quant_method", "format", "quant_algo")
+
+
+def precision(name: str, raw: Mapping[str, Any]) -> str | None:
+    """Return a model's precision by its name, or else by the weights' format in its parsed
+    config.json; None for 16 bits."""
+    own: Mapping[str, Any] = next(
+        (raw[key] for key in NAMES if isinstance(raw.get(key), Mapping)), {}
+    )
+    texts = name.rstrip("/").rpartition("/")[2], " ".join(str(own.get(key)) for key in _FIELDS)
+    for text in texts:
+        for pattern, label in _SAID:
+            if re.search(pattern, text.casefold()):
+                return label
+    return None
+
+
+def other_precision(
+    target: str, of_target: Mapping[str, Any], draft: str, of_draft: Mapping[str, Any]
+) -> list[str]:
+    """A warning if the draft is said to have another precision than the target.
+
+    Args:
+        target, draft: their names.
+        of_target, of_draft: their parsed config.json.
+    """
+    own, other = precision(draft, of_draft), precision(target, of_target)
+    if own in (None, other):
+        return []
+    return [
+        f"draft {draft} is said to be in {own}, target {target} in {other or '16 bits'}: a draft "
+        "that was made for the hidden states of another precision may be of no use (of one for "
+        "NVFP4, 62 % of drafts were seen to be accepted with that target, and 0 % with the same in "
+        "FP8); outputs stay exact, and sglang-dflash doctor tells how many are accepted"
+    ]

@@ -1,0 +1,56 @@
+"""The architectures of targets that a DFLASH worker can serve: their classes in SGLang 0.5.23 give
+the hidden states of chosen layers. No SGLang here: a test compares the table with its registry
+(tests/serving/start/test_target_classes.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_dflash.common.errors import ConfigError, shown
+
+# What SGLang calls on a target's class, whichever DFLASH worker serves.
+METHOD = "set_dflash_layers_to_capture"
+
+# All classes that have it, drafts and MTP heads that inherit it included.
+_NAMES = """
+BeamForCausalLM Cosmos3ForConditionalGeneration DeepseekV2ForCausalLM DeepseekV32ForCausalLM
+DeepseekV3ForCausalLM DeepseekV3ForCausalLMNextN Gemma4AssistantForCausalLM Gemma4ForCausalLM
+Gemma4ForConditionalGeneration Gemma4UnifiedAssistantForCausalLM
+Gemma4UnifiedForConditionalGeneration Glm4MoeLiteForCausalLM Glm4MoeLiteForCausalLMNextN
+Glm5NextForConditionalGeneration Glm5NextForConditionalGenerationNextN GlmMoeDsaForCausalLM
+GlmMoeDsaForCausalLMNextN GptOssForCausalLM IQuestCoderForCausalLM InklingForConditionalGeneration
+InternLM3ForCausalLM InternS1ProForConditionalGeneration InternS2MobiusForConditionalGeneration
+InternS2PreviewForConditionalGeneration KimiK25ForConditionalGeneration
+KimiK3ForConditionalGeneration KimiK3LinearForCausalLM LagunaForCausalLM Lfm2BidirectionalModel
+Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration Llama4ForCausalLM LlamaForCausalLM
+LlamaForCausalLMEagle LlamaForCausalLMEagle3 MellumForCausalLM MiMoV2FlashForCausalLM
+MiMoV2ForCausalLM MiMoV2MTP MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
+MiniMaxM3SparseForConditionalGeneration Ministral3ForCausalLM MistralForCausalLM
+MistralForCausalLMEagle MistralLarge3ForCausalLM MistralLarge3ForCausalLMEagle
+MuseGlimmerForCausalLM MuseGlimmerForConditionalGeneration MuseSparkForConditionalGeneration
+NanbeigeForCausalLM NemotronHForCausalLM NemotronHForCausalLMMTP NemotronHPuzzleForCausalLM
+NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2 NemotronH_Omni_Reasoning_V3 Phi3ForCausalLM
+Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3MoeForCausalLMMTP Qwen3NextForCausalLM
+Qwen3NextForCausalLMMTP Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration
+Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM
+Qwen3_5MoeForConditionalGeneration Qwen4ExpForConditionalGeneration TeleFLMForCausalLM
+"""
+TARGETS = frozenset(_NAMES.split())
+
+
+def check_target_class(target: str, architectures: Any) -> None:
+    """Check the architectures of a target's config.json, if it names any.
+
+    Raises:
+        ConfigError: no DFLASH worker can serve the target. SGLang would load its weights first.
+    """
+    if not isinstance(architectures, list) or not architectures:
+        return
+    if not any(str(name) in TARGETS for name in architectures):
+        raise unserved_class(target, architectures)
+
+
+def unserved_class(target: str, architectures: Any) -> ConfigError:
+    """The error for a target whose class does not have `METHOD`."""
+    required = f"SGLang's class for {shown(architectures)} has no {METHOD}: no DFLASH worker, "
+    return ConfigError("target", target, f"{required}SGLang's included, can serve it with a draft")

@@ -1,1 +1,0 @@
-"""Facts about a target and a draft, from files on disk or on the hub. No torch here."""

@@ -1,0 +1,244 @@
+"""Bytes of draft steps: what a server reserves beside weights and K/V. No torch here.
+
+A server and `sglang-dflash inspect` call `draft_memory`, each with a `DraftServer` of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig, Reach
+from sglang_dflash.drafting.attention.capabilities import AttentionLoad, Capabilities
+from sglang_dflash.memory.sizes import draft_of_rank
+
+# What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
+GRAPH_BYTES_PER_REQUEST = 2 << 20
+
+
+class DraftMemory(NamedTuple):
+    """Bytes of the drafter beside its weights and the K/V of tokens, at most.
+
+    Attributes:
+        scratch_kv: entries that attention keeps the block's own K/V in.
+        slot_tables: a step's tables of entries.
+        attention_workspace: of draft attention, such as parts of split requests.
+        graph_buffers: what recorded steps read and write; 0 if none are recorded.
+        logits: of all drafted positions of the largest batch.
+        activations: of the draft network for the largest batch.
+        waiting_hidden: hidden states of plain steps that the drafter has not absorbed; 0 if every
+            step drafts.
+        texts: the tokens of requests, in which drafts are looked up; 0 without lookup.
+        narrow_widths: attention backends and CUDA graphs of the target for other widths than the
+            block's; 0 on a CPU.
+    """
+
+    scratch_kv: int = 0
+    slot_tables: int = 0
+    attention_workspace: int = 0
+    graph_buffers: int = 0
+    logits: int = 0
+    activations: int = 0
+    waiting_hidden: int = 0
+    texts: int = 0
+    narrow_widths: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def after_graphs(self, recorded: bool) -> int:
+        """Bytes that are not allocated yet when SGLang has captured its graphs, and recorded steps
+        of ours hold theirs. What has waited is absorbed by an eager step."""
+        if not recorded:
+            return self.waiting_hidden + self.logits + self.activations
+        return self.waiting_hidden + (self.activations if self.waiting_hidden else 0)
+
+    def __str__(self) -> str:
+        parts = {name: n for name, n in self._asdict().items() if n}
+        shown = ", ".join(f"{name.replace('_', ' ')} {_mib(n)}" for name, n in parts.items())
+        return f"{_mib(self.total)} MiB ({shown})"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f}"
+
+
+class NarrowForwards(NamedTuple):
+    """The target's forwards of verify widths below the block's.
+
+    Attributes:
+        widths: that there are; empty if every step verifies the whole block.
+        attention: names of the target's backends that prefill and decode; empty on a CPU, where
+            they keep nothing.
+        query_width: a rank's heads times their size.
+        captured: batch sizes with a CUDA graph; empty without graphs.
+    """
+
+    widths: Sequence[int] = ()
+    attention: Collection[str] = ()
+    query_width: int = 0
+    captured: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftServer:
+    """The settings that the memory of draft steps follows from, beside the draft's config.
+
+    Nothing has a default: who adds a field has to say what it is for a server and for `inspect`.
+
+    Attributes:
+        draft_block: B, tokens of the block that the draft fills.
+        verify_block: tokens per request that a step verifies, and the drafter absorbs, at most.
+        reach: what the server lets drafts read of a request.
+        looks_up: whether drafts are also looked up in a request's text.
+        requests: R, --max-running-requests.
+        positions: of a row of the request-to-token table.
+        ranks: of the tensor-parallel group.
+        itemsize: of the draft's weights, and of the target's hidden states.
+        token_bytes: of one token's draft K/V on a rank, its tags included.
+        tagged: whether draft K/V of any token may be missing, as beside a hierarchical cache.
+        attention: of the draft attention backend.
+        processors: multiprocessors of the GPU.
+        recorded: requests of the largest recorded batch; 0 if no steps are recorded.
+        waiting_steps: steps of one token per request whose hidden states wait to be absorbed, at
+            most (`drafting.pending_context`); 0 if every step drafts.
+        narrow: the target's narrower forwards.
+    """
+
+    draft_block: int
+    verify_block: int
+    reach: Reach
+    looks_up: bool
+    requests: int
+    positions: int
+    ranks: int
+    itemsize: int
+    token_bytes: int
+    tagged: bool
+    attention: Capabilities
+    processors: int
+    recorded: int
+    waiting_steps: int
+    narrow: NarrowForwards
+
+
+def draft_memory(config: DraftConfig, server: DraftServer) -> DraftMemory:
+    """The memory of a rank's largest draft steps, and all that is kept for them.
+
+    Args:
+        config: of the whole draft.
+    """
+    part, requests = draft_of_rank(config, server.ranks), server.requests
+    block, itemsize, paged = server.draft_block, server.itemsize, server.attention.scratch
+    hidden = config.target_hidden_width * itemsize
+    reaches = [group.reach for group in config.groups(server.reach)]
+    columns = [reach.of(server.positions) for reach in reaches]
+    vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / server.ranks)
+    tokens = requests * max(server.verify_block, server.waiting_steps)
+    recorded = 4 * 8 + 4 + block * 2 * 8 + server.verify_block * (2 * 8 + 1 + hidden)
+    return DraftMemory(
+        scratch_kv=(1 + requests * block * paged) * server.token_bytes,
+        slot_tables=requests
+        * sum(
+            count * _table_cell(paged, server.tagged or reach.is_bounded)
+            for reach, count in zip(reaches, columns, strict=True)
+        ),
+        attention_workspace=sum(
+            server.attention.workspace(
+                AttentionLoad(
+                    requests, count, block, part.num_attention_heads,
+                    part.num_key_value_heads, part.head_dim, server.processors,
+                )
+            )
+            for count in columns
+        ),
+        graph_buffers=server.recorded * recorded,
+        logits=requests * (block - 1) * (vocabulary * itemsize + _candidate_bytes(config)),
+        activations=tokens * _activations(part) * itemsize,
+        # And their concatenation.
+        waiting_hidden=2 * server.waiting_steps * requests * (2 * 8 + hidden),
+        # SGLang's request-to-token table has a row more.
+        texts=4 * (requests + 1) * server.positions * server.looks_up,
+        narrow_widths=narrow_width_bytes(
+            server.narrow, requests=requests, positions=server.positions, hidden_bytes=hidden
+        ),
+    )  # fmt: skip
+
+
+def _table_cell(paged: bool, holes: bool) -> int:
+    """Bytes of a cell of a step's table of entries. A page table is a copy, and where entries may
+    be missing the live ones are sorted to the front, with int64 numbers
+    (`drafting.attention.paged`)."""
+    if not paged:
+        return 4
+    return 48 if holes else 12
+
+
+def _candidate_bytes(config: DraftConfig) -> int:
+    """Bytes of a drafted position: keys, values and ids of its candidates, and the projected
+    hidden state, in float32."""
+    selector = config.selector
+    return 0 if selector is None else selector.top_k * (8 + 4 + 8) + 4 * selector.rank
+
+
+def _activations(config: DraftConfig) -> int:
+    """Numbers per token that are alive at once, at most: of a layer residual, input, q, k and v,
+    attention's output, gate and up, and their product; of a commit features and K/V of all
+    layers."""
+    attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    of_layer = 3 * config.hidden_size + attention + 3 * config.intermediate_size
+    if config.convolution is not None:
+        # Its input and output, and the kernels of both, which are projected at once.
+        taps, groups = config.convolution.kernel_size, config.convolution.group_size
+        of_layer += 2 * config.hidden_size + 2 * taps * config.hidden_size // groups
+    return max(of_layer, 3 * config.hidden_size + 2 * math.prod(config.kv_shape))
+
+
+def narrow_width_bytes(
+    narrow: NarrowForwards, *, requests: int, positions: int, hidden_bytes: int
+) -> int:
+    """Bytes that the target's forwards of verify widths below the block size keep, at most.
+
+    Args:
+        requests: R, --max-running-requests.
+        positions: of a row of the request-to-token table.
+        hidden_bytes: of a token's hidden states that the drafter reads.
+    """
+    cells = requests * positions
+
+    def tables(backend: str, width: int) -> int:
+        if backend == "triton":
+            # Indices (int64), a mask, and results of the 8 parts that a request has at most.
+            return (9 * width + 4) * cells + 8 * 4 * requests * width * narrow.query_width
+        if backend == "flashinfer":
+            # A wrapper with 8 MiB per captured batch size, and 4 for eager steps.
+            return 5 * width * cells + (len(narrow.captured) + 4) * (8 << 20)
+        # FA3 has four page tables, others fewer.
+        return 16 * cells
+
+    # Each graph keeps its hidden states.
+    hidden = hidden_bytes * sum(narrow.captured)
+    graphs = requests * GRAPH_BYTES_PER_REQUEST if narrow.captured else 0
+    return sum(
+        width * hidden + graphs + sum(tables(name, width) for name in set(narrow.attention))
+        for width in narrow.widths
+    )
+
+
+def headroom(verify_block: int) -> int:
+    """Positions of a row of the request-to-token table beyond the context, for pages of one
+    token."""
+    return max(4 + verify_block, 2 * verify_block + 1)
+
+
+def default_captures(requests: int) -> tuple[int, ...]:
+    """Batch sizes whose decode steps SGLang captures for so many running requests, if its flags do
+    not name others (`generate_decode_cuda_graph_batch_sizes` in its cuda_graph_hook.py)."""
+    sizes = (
+        *range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8),
+        *range(272, requests + 1, 16),
+    )  # fmt: skip
+    return (*(size for size in sizes if size < requests), requests)

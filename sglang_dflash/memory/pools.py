@@ -1,0 +1,195 @@
+"""Division of a server's memory into pools: recurrent states beside K/V. No torch here.
+
+A server's sizing and `sglang-dflash inspect` call the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sglang_dflash.memory.sizes import Charge, GroupKV
+
+# SGLang's --mamba-full-memory-ratio, where none is given: memory of states over that of K/V.
+STATE_RATIO = 0.9
+# States that SGLang counts for a running request (`KVCacheConfigurator._calculate_mamba_ratio`)
+# with a prefix cache, extra buffers and overlap.
+STATES_PER_REQUEST = 5
+# A session counts as one of so many tokens, or of the longest request that the server takes if that
+# is shorter.
+SESSION_TOKENS = 32768
+# More than any pool of K/V holds.
+_MOST_TOKENS = 2**62
+
+
+def running_requests(requests: int, states: int, per_request: int = STATES_PER_REQUEST) -> int:
+    """Requests that so many recurrent states let run.
+
+    Args:
+        requests: --max-running-requests.
+        per_request: states that SGLang counts for each.
+    """
+    return min(requests, max(0, states) // per_request)
+
+
+def sglang_states(
+    memory: int, state: int, snapshot: int = 0, per_request: int = STATES_PER_REQUEST
+) -> int:
+    """States by SGLang's split (`KVCacheConfigurator._handle_max_mamba_cache`); 0 or less if none
+    fits.
+
+    Args:
+        memory: bytes for states, the K/V of target and draft, and draft steps.
+        state: bytes of a state.
+        snapshot: bytes that verification keeps of a request; 0 with replay.
+    """
+    budget = memory * STATE_RATIO / (1 + STATE_RATIO)
+    return int((budget - state - snapshot) // (state + snapshot / per_request))
+
+
+class StateDemand(NamedTuple):
+    """Demands that the number of recurrent states follows from, beside the memory.
+
+    Attributes:
+        requests: --max-running-requests.
+        per_request: states that SGLang counts for a running request.
+        state: bytes of a state.
+        token: bytes of a token's K/V: the target's, and that of draft layers without a ring.
+        ring: bytes of draft K/V in rings per running request.
+        context: largest number of tokens of a request; None if it is not known.
+        most_tokens: --max-total-tokens; None if it is not given.
+    """
+
+    requests: int
+    per_request: int
+    state: int
+    token: int
+    ring: int
+    context: int | None
+    most_tokens: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[GroupKV],
+        *,
+        requests: int,
+        per_request: int = STATES_PER_REQUEST,
+        state: int,
+        target_token: int,
+        context: int | None,
+        most_tokens: int | None = None,
+    ) -> StateDemand:
+        """The demand of a server with these groups of draft layers, whose rings are for all of its
+        requests."""
+        charge = Charge.of(groups, _MOST_TOKENS)
+        token, ring = target_token + charge.per_token, charge.once // requests
+        return cls(requests, per_request, state, token, ring, context, most_tokens)
+
+
+def default_states(memory: int, steps: int, demand: StateDemand) -> int:
+    """States of a server that replays, where no flag says how many.
+
+    As many as SGLang counts for the requests that its own split would let run, and one for every
+    session of `SESSION_TOKENS` whose K/V the pool holds beside them; never more than by that split.
+    With --max-total-tokens, also what the K/V leaves.
+
+    Args:
+        memory: bytes for states, the K/V of target and draft, and draft steps.
+        steps: bytes of draft steps.
+    """
+    requests, per_request, state, token, ring, context, most_tokens = demand
+    most = sglang_states(memory, state, per_request=per_request)
+    running = running_requests(requests, most, per_request)
+    # SGLang has a state more, for padding.
+    left = memory - steps - running * ring - state
+    session = token * min(context or SESSION_TOKENS, SESSION_TOKENS)
+    # Of the sessions that the K/V holds, those that do not run need a state each.
+    sessions = (left - (per_request - 1) * running * state) // (state + session)
+    states = per_request * running + max(0, sessions - running)
+    if most_tokens is not None:
+        states = max(states, (left - most_tokens * token) // state)
+    return min(most, states) if running else most
+
+
+def at_a_time(tokens: int, running: int, context: int, reserved: int) -> int:
+    """Requests of `context` tokens, the answer included, that run at a time.
+
+    Args:
+        tokens: of the target's KV pool.
+        running: requests that run at a time, however short.
+        reserved: tokens that a verify step takes ahead of each.
+    """
+    return min(running, tokens // (context + reserved))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Requests that a server's pools let run at a time.
+
+    Attributes:
+        tokens: of the target's KV pool.
+        tokens_given: whether --max-total-tokens says how many.
+        requests: --max-running-requests.
+        context: tokens of a request, at most.
+        reserved: tokens that a step takes ahead of each request.
+        states: recurrent states; None without such layers.
+        per_request: states that SGLang counts for a running request.
+        state: bytes of a state.
+    """
+
+    tokens: int
+    tokens_given: bool
+    requests: int
+    context: int
+    reserved: int
+    states: int | None = None
+    per_request: int = STATES_PER_REQUEST
+    state: int = 0
+
+    @property
+    def carried(self) -> int:
+        """Requests that the recurrent states let run."""
+        if self.states is None:
+            return self.requests
+        return running_requests(self.requests, self.states, self.per_request)
+
+    def __str__(self) -> str:
+        """The pools, how many long requests they run, and the flag that moves that."""
+        length = min(self.context, SESSION_TOKENS)
+        held = at_a_time(self.tokens, self.tokens, length, self.reserved)
+        states = "" if self.states is None else (
+            f", {self.states:,} recurrent states carry {self.states // self.per_request} "
+            f"({self.per_request} each)"
+        )  # fmt: skip
+        if min(held, self.carried) == self.requests:
+            bound = f"--max-running-requests {self.requests} bounds it"
+        elif self.carried < held:
+            bound = "the states bound it: --max-mamba-cache-size"
+        else:
+            flag = "--max-total-tokens" if self.tokens_given else "--mem-fraction-static"
+            bound = f"K/V bounds it: {flag}"
+        return (
+            f"{min(held, self.carried)} requests of {length:,} tokens run at a time: K/V of "
+            f"{self.tokens:,} tokens holds {held}{states}; {bound}"
+        )
+
+    def shortfall(self) -> str | None:
+        """Return why fewer requests run at a time than --max-running-requests says, however short
+        they are; None if as many do."""
+        # SGLang runs no more than one request for two tokens.
+        by_tokens = self.tokens // 2
+        running = min(self.carried, by_tokens)
+        if running >= self.requests:
+            return None
+        beginning = f"--max-running-requests {self.requests}: {running} run at a time, for "
+        if self.states is None or by_tokens < self.carried:
+            return f"{beginning}K/V has {self.tokens:,} tokens; raise --mem-fraction-static"
+        needed = self.requests * self.per_request
+        gib = (needed - self.states) * self.state / 2**30
+        return (
+            f"{beginning}{self.states} recurrent states carry no more ({self.per_request} each); "
+            f"--max-mamba-cache-size {needed} carries {self.requests}, for {gib:.2f} GiB of K/V, "
+            f"and --max-running-requests {running} frees what is reserved for more requests"
+        )

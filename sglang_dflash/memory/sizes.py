@@ -1,0 +1,188 @@
+"""Bytes, from configs: of weights, K/V and recurrent states. No torch here.
+
+`sglang-dflash inspect` and a server's memory plan read the same functions. An `itemsize` is the
+bytes of one number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.target_config import (
+    RecurrentShape,
+    TargetGeometry,
+    kv_heads_of_rank,
+    share_of_rank,
+)
+from sglang_dflash.checkpoint.tensors import expected_tensors
+
+# itemsize of the dtypes of K/V. Weights, and states of a convolution, are bfloat16 where no server
+# tells otherwise; recurrent states are float32.
+KV_DTYPES: Mapping[str, int] = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
+_BF16, _FP32 = KV_DTYPES["bfloat16"], KV_DTYPES["float32"]
+
+# Of a ring, per entry: whose it is, and whether it is in use; and per target token: which entry it
+# has.
+BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT = 5, 4
+
+# --swa-full-tokens-ratio, where it is not given.
+SLIDING_SHARE = Fraction(8, 10)
+
+
+class GroupKV(NamedTuple):
+    """Draft K/V of the layers of one reach.
+
+    Attributes:
+        token_bytes: of a token's K/V, over these layers.
+        ring: entries of their ring; None if it cannot be one.
+    """
+
+    token_bytes: int
+    ring: int | None
+
+    def entries(self, kv_tokens: int) -> int | None:
+        """Entries beside a target pool of that many tokens; None for one per target slot, which a
+        ring that is no smaller comes to."""
+        return self.ring if self.ring is not None and self.ring < kv_tokens else None
+
+
+class Charge(NamedTuple):
+    """Bytes of draft K/V: at once, and for each token of the target's pool."""
+
+    once: int
+    per_token: int
+
+    def total(self, kv_tokens: int) -> int:
+        return self.once + self.per_token * kv_tokens
+
+    @classmethod
+    def of(cls, groups: Iterable[GroupKV], kv_tokens: int) -> Charge:
+        """Return the charge of the groups beside a pool of that many tokens."""
+        once = per_token = 0
+        for group in groups:
+            entries = group.entries(kv_tokens)
+            if entries is None:
+                per_token += group.token_bytes
+            else:
+                once += entries * (group.token_bytes + BYTES_PER_ENTRY)
+                per_token += BYTES_PER_TARGET_SLOT
+        return cls(once, per_token)
+
+
+def draft_kv_charge(groups: Sequence[GroupKV], fits: Callable[[Charge], int]) -> Charge:
+    """Return the charge of draft K/V beside the largest pool of the target that fits.
+
+    Args:
+        fits: charge -> tokens of the target's pool beside it.
+    """
+    charge = Charge.of(groups, 0)
+    # A ring serves from the pool on that exceeds it.
+    for ring in sorted({group.ring for group in groups if group.ring is not None}):
+        larger = Charge.of(groups, ring + 1)
+        if fits(larger) <= ring:
+            break
+        charge = larger
+    return charge
+
+
+def draft_of_rank(config: DraftConfig, ranks: int) -> DraftConfig:
+    """A rank's part of a draft. Raises ConfigError if the ranks do not divide it."""
+    heads, inner = (
+        share_of_rank(f"draft's {name}", getattr(config, name), ranks)
+        for name in ("num_attention_heads", "intermediate_size")
+    )
+    kv_heads = kv_heads_of_rank("draft", config.num_key_value_heads, ranks)
+    return replace(
+        config,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inner,
+    )
+
+
+def embedding_bytes(geometry: TargetGeometry, *, tied: bool) -> int:
+    """Bytes of a target's embeddings and lm_head in bfloat16, one matrix if they are tied."""
+    return (1 if tied else 2) * _BF16 * geometry.vocab_size * geometry.hidden_size
+
+
+def draft_weight_bytes(config: DraftConfig) -> int:
+    """Return the bytes of a draft in bfloat16, without what it borrows from the target."""
+    return _BF16 * sum(map(math.prod, expected_tensors(config).values()))
+
+
+class HeadBytes(NamedTuple):
+    """Bytes that a proposal reads beyond those of a v1 draft with the same layers.
+
+    Attributes:
+        once: weights of convolutions and of the selector's projection.
+        per_request: rows of the selector's tables, one per previous token and per candidate.
+    """
+
+    once: int
+    per_request: int
+
+
+def head_bytes(config: DraftConfig, draft_block: int, itemsize: int) -> HeadBytes:
+    """Return a rank's head bytes. They are not sharded: each rank holds all of these weights.
+
+    Args:
+        draft_block: B, tokens of the block that the draft fills.
+        itemsize: bytes of a weight.
+    """
+    of_v1 = expected_tensors(replace(config, convolution=None, selector=None))
+    own = {name: shape for name, shape in expected_tensors(config).items() if name not in of_v1}
+    tables = {name for name in own if name.endswith("_codebook")}
+    once = sum(math.prod(own[name]) for name in own.keys() - tables)
+    rows = 0 if config.selector is None else 1 + config.selector.top_k
+    rank = 0 if config.selector is None else config.selector.rank
+    return HeadBytes(itemsize * once, itemsize * (draft_block - 1) * rows * rank)
+
+
+def target_kv_bytes(target: TargetGeometry, itemsize: int) -> int:
+    """Return the bytes of one token's K and V, or of its latent, over all attention layers. A pool
+    of sliding layers has `SLIDING_SHARE` of the tokens of the other."""
+    elements = target.latent_width or 2 * target.num_key_value_heads * target.head_dim
+    layers = target.attention_layers - (1 - SLIDING_SHARE) * target.sliding_layers
+    return int(layers * elements * itemsize)
+
+
+def state_bytes(shape: RecurrentShape) -> int:
+    """Return the bytes of one request's recurrent state and convolution window, over all recurrent
+    layers."""
+    return shape.layers * (shape.state * _FP32 + shape.channels * shape.window * _BF16)
+
+
+def snapshot_bytes(shape: RecurrentShape, verify_block: int) -> int:
+    """Scratch of one request's rollback by snapshots: a state per block position, and convolution
+    inputs."""
+    conv_inputs = shape.channels * (verify_block + shape.window - 1)
+    return shape.layers * (verify_block * shape.state * _FP32 + conv_inputs * _BF16)
+
+
+def replay_bytes(
+    shape: RecurrentShape,
+    verify_block: int,
+    *,
+    itemsize: int = _BF16,
+    gate_itemsize: int = _BF16,
+) -> int:
+    """Scratch of one request's rollback by replay: the block's convolution inputs and the window
+    before them, and the inputs of two gates per token and value head.
+
+    Args:
+        itemsize: of the convolution's inputs.
+        gate_itemsize: of the gates' inputs.
+    """
+    windows = shape.channels * (verify_block + shape.window - 1 + shape.window) * itemsize
+    return shape.layers * (windows + 2 * verify_block * shape.value_heads * gate_itemsize)

@@ -1,0 +1,152 @@
+"""SGLang's unquantized linear layers and lm_head with packed weights (`drafting/packed.py`).
+
+What `--dtype` means on a plain CPU:
+
+    float32    float32 weights and rows
+    bfloat16   bfloat16 weights and rows
+    float16    float16 weights, float32 rows: there are no float16 products on a CPU
+    auto       bfloat16 with AMX, else float16: AVX-512's bfloat16 products read a single row's
+               weights more slowly than FBGEMM does, and the answers are less exact
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, cast
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+)
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from torch import Tensor, nn
+
+from sglang_dflash.common.log import Log
+from sglang_dflash.drafting.packed import has_amx, pack, packed_of, packs_float16
+
+logger = Log(__name__)
+
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+def model_dtype(original: Any, config: Any, dtype: Any) -> torch.dtype:
+    """Around the choice of a model's dtype: float32 if its weights are to be float16."""
+    chosen = original(config, dtype)
+    wanted = dtype.lower() if isinstance(dtype, str) else dtype
+    half = wanted in ("half", "float16", torch.float16)
+    slow = wanted == "auto" and chosen in SIXTEEN_BITS and not has_amx()
+    return torch.float32 if packs_float16() and (half or slow) else chosen
+
+
+def pack_model(model: nn.Module, asked: str) -> None:
+    """Pack a loaded model's weights, in place. An embedding that is the lm_head, too, keeps its
+    rows beside the packed ones.
+
+    Args:
+        asked: `--dtype`.
+    """
+    float16 = asked.lower() != "float32"
+    embedding = UnquantizedEmbeddingMethod
+    embeddings = {
+        id(layer.weight)
+        for layer in model.modules()
+        if isinstance(getattr(layer, "quant_method", None), embedding)
+        and type(layer) is not ParallelLMHead
+    }
+    for layer in list(model.modules()):
+        method = getattr(layer, "quant_method", None)
+        if isinstance(layer, LinearBase) and type(method) is UnquantizedLinearMethod:
+            layer.quant_method = PackedLinearMethod(float16, keeps=False)
+        elif type(layer) is ParallelLMHead and type(method) is UnquantizedEmbeddingMethod:
+            keeps = id(layer.weight) in embeddings
+            layer.quant_method = PackedHeadMethod(float16, keeps)
+        else:
+            continue
+        layer.quant_method.process_weights_after_loading(layer)
+    head: Any = getattr(model, "lm_head", None)
+    if type(getattr(head, "quant_method", None)) is UnquantizedEmbeddingMethod:
+        # A tied one is the embedding itself.
+        head.quant_method = PackedHeadMethod(float16, keeps=True)
+        head.quant_method.process_weights_after_loading(head)
+
+
+class _Packs:
+    """Packing that both methods share: the weight is packed after each loading.
+
+    Args:
+        float16: keep float32 weights in 16 bits.
+        keeps: whether the weight is kept beside the packed one.
+    """
+
+    def __init__(self, float16: bool, keeps: bool) -> None:
+        super().__init__()
+        self.float16, self.keeps = float16, keeps
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        weight = layer._parameters.get("weight")
+        packed = None if weight is None else pack(weight.data, self.float16)
+        if packed is None:
+            return
+        layer.__dict__["packed_weight"] = packed
+        if not self.keeps:
+            # For loaders, which read its attributes, and for what reads the weight itself.
+            layer.__dict__["loading_attributes"] = dict(vars(weight))
+            del layer._parameters["weight"]
+            layer.__class__ = _with_weight(cast(Hashable, type(layer)))
+
+    def restore_weights_before_loading(self, layer: Any) -> None:
+        if "packed_weight" in layer.__dict__:
+            _ = layer.weight
+            del layer.__dict__["packed_weight"]
+
+
+class PackedLinearMethod(_Packs, UnquantizedLinearMethod):
+    """Linear method of a layer with a packed weight."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        packed = layer.__dict__.get("packed_weight")
+        return super().apply(layer, x, bias) if packed is None else packed(x, bias)
+
+
+class PackedHeadMethod(_Packs, UnquantizedEmbeddingMethod):
+    """Embedding method of an lm_head with a packed weight."""
+
+
+def head_logits(original: Any, processor: Any, hidden: Tensor, lm_head: Any, *args: Any,
+                **kwargs: Any) -> Tensor:  # fmt: skip
+    """Around the logits processor's product with the lm_head."""
+    packed = packed_of(lm_head)
+    # SGLang's own ways of other precisions read the weight.
+    if packed is None or processor.use_fp32_lm_head or hasattr(lm_head, "set_lora"):
+        return original(processor, hidden, lm_head, *args, **kwargs)
+    return packed(hidden.to(packed.dtype))
+
+
+def update_by_ipc(original: Any, updater: Any, request: Any) -> Any:
+    """Around a weight update that loads without restoring packed weights first."""
+    updater.begin_weight_update()
+    try:
+        return original(updater, request)
+    finally:
+        updater.end_weight_update(run_post_load=False)
+
+
+@cache
+def _with_weight(kind: Any) -> type:
+    """The layer's class with an attribute `weight` that unpacks it when somebody reads it: then it
+    stays, so memory is taken twice, and the next reader does not wait."""
+
+    def weight(layer: Any) -> nn.Parameter:
+        if "weight" not in layer._parameters:
+            packed = packed_of(layer)
+            if packed is None:
+                raise AttributeError("weight")
+            made = nn.Parameter(packed.unpacked(), requires_grad=False)
+            vars(made).update(layer.__dict__["loading_attributes"])
+            layer._parameters["weight"] = made
+        return layer._parameters["weight"]
+
+    return type(kind.__name__, (kind,), {"weight": property(weight), "__module__": kind.__module__})

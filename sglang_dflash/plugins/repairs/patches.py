@@ -1,0 +1,148 @@
+"""Repairs of SGLang for every server, with and without DFLASH. See docs/upgrading-sglang.md."""
+
+from __future__ import annotations
+
+from sglang_dflash.patches.patch import Kind, Patch, rows
+from sglang_dflash.plugins.repairs import secrets
+from sglang_dflash.serving.patches import SAMPLING_PATCHES
+
+PATCHES = (
+    # What our worker needs, too.
+    *SAMPLING_PATCHES,
+    *rows(
+        "sglang_dflash.plugins.repairs",
+        (Kind.AFTER, "managers.scheduler_components.logprob_result_processor"
+         ".SchedulerLogprobResultProcessor.add_logprob_return_values", "scores:without_output",
+         "A request for no token gets one's log-probability if it shares a prefill with others.",
+         "tests/plugins/repairs/test_scores.py::test_an_output_token_is_scored_without_the_row"),
+        (Kind.BEFORE, "managers.tokenizer_manager.TokenizerManager.generate_request",
+         "request_guard:check_shape",
+         "Lists that do not match a batch are an HTTP 500, or end the scheduler.",
+         "tests/plugins/repairs/test_request_guard.py::test_shapes_raise_other_errors_without_the_row"),
+        (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+         "request_guard:check_and_create",
+         "A request with a value that the scheduler cannot take ends the server.",
+         "tests/engine/test_request_guard.py::test_the_server_ends_without_the_guard"),
+        (Kind.BEFORE, "managers.scheduler.Scheduler._add_request_to_queue", "admission:fit",
+         "A request that fills the KV cache is accepted, never begins, and keeps all behind it "
+         "waiting.",
+         "tests/plugins/repairs/test_admission.py::test_requests_wait_for_ever_without_the_row"),
+        (Kind.AROUND, "disaggregation.decode.DecodePreallocQueue._check_if_req_exceed_kv_capacity",
+         "admission:check_arrival", "As above, on a decode server.",
+         "tests/plugins/repairs/test_admission.py::test_arrivals_wait_for_ever_without_the_row"),
+        (Kind.AROUND, "sampling.watermarking.core.redact_watermark_command_line",
+         "secrets:hide_in_command",
+         "/server_info shows the command line with --api-key and --admin-api-key.",
+         "tests/plugins/repairs/test_operators.py::test_keys_of_the_command_line_are_hidden"),
+        (Kind.AROUND, "multimodal.processors.executor.MultimodalProcessorExecutor._run",
+         "bad_bodies:process_media",
+         "A prompt with more places for images than images is never answered.",
+         "tests/plugins/repairs/test_bad_bodies.py::test_a_wait_for_images_never_ends_without_the_row"),
+        (Kind.AROUND, "function_call.function_call_parser.FunctionCallParser.__init__",
+         "bad_bodies:make_tool_parser",
+         "/parse_function_call without the name of a parser is an HTTP 500.",
+         "tests/plugins/repairs/test_bad_bodies.py::test_a_body_is_a_500_without_the_row"),
+        (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
+         "weight_update:check_and_update",
+         "Weights of another model are reported as a success, and outputs are wrong.",
+         "tests/engine/test_weight_update.py::test_outputs_are_wrong_without_the_row"),
+        (Kind.AROUND, "managers.schedule_batch.Req._check_str_based_finish",
+         "stop_patterns:find_in_time",
+         "A stop_regex can keep the scheduler busy for ever.",
+         "tests/plugins/repairs/test_stop_patterns.py::test_a_pattern_takes_for_ever_without_the_row"),
+        *((Kind.BEFORE, f"managers.{loop}", "interrupts:leave_to_the_server",
+           "Ctrl-C ends it with a traceback, and with it requests that are still answered.",
+           "tests/plugins/repairs/test_interrupts.py::test_a_child_dies_of_ctrl_c_without_the_rows")
+          for loop in ("scheduler.Scheduler.run_event_loop",
+                       "detokenizer_manager.DetokenizerManager.event_loop")),
+        *((kind, target, "orphans:end",
+           "SIGTERM while a server starts leaves a child that was importing, for ever.",
+           "tests/plugins/repairs/test_orphans.py::test_a_child_outlives_the_server_without_the_rows")
+          for kind, target in (
+              (Kind.AFTER, "utils.common.kill_itself_when_parent_died"),
+              (Kind.BEFORE, "managers.detokenizer_manager.DetokenizerManager.__init__"),
+              (Kind.BEFORE, "managers.data_parallel_controller.DataParallelController.__init__"))),
+        (Kind.AROUND, "managers.scheduler._dispatch_event_loop_once", "containment:run_loop",
+         "An exception in a step ends the server, and with it every request.",
+         "tests/engine/test_containment.py::test_the_server_ends_without_the_rows"),
+        (Kind.AROUND, "managers.scheduler.Scheduler.get_next_batch_to_run", "containment:plan",
+         "Requests that shared a failed step with a bad one are batched with it again.",
+         "tests/plugins/repairs/test_containment.py::test_suspects_are_admitted_step_by_step"),
+        (Kind.BEFORE, "managers.scheduler.Scheduler.process_batch_result",
+         "containment:note_result",
+         "If a result is processed in part, a token that ends a request is overlooked, and what "
+         "was collected to be sent is lost.",
+         "tests/plugins/repairs/test_containment.py::test_a_result_processed_in_part_is_undone"),
+        (Kind.AROUND, "managers.scheduler.Scheduler.process_input_requests", "containment:take_in",
+         "A request that cannot be queued ends the server.",
+         "tests/plugins/repairs/test_containment.py::test_a_request_that_cannot_be_queued_is_ended"),
+        (Kind.AFTER, "managers.scheduler_components.internal_state"
+         ".SchedulerInternalStateController._add_topology", "containment:add_report",
+         "/server_info does not show what was contained.",
+         "tests/engine/test_containment.py::test_the_guilty_get_500_and_others_their_answers"),
+        *((Kind.AROUND, "managers.scheduler_components.profiler_manager"
+           f".SchedulerProfilerManager.{method}", f"profiles:{ours}",
+           "A profile that cannot be made ends the server.",
+           "tests/plugins/repairs/test_operators.py::test_a_profile_that_cannot_be_made_is_an_answer")
+          for method, ours in (("_profile", "answer"), ("_profile_batch_predicate", "follow"))),
+        (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager.generate_request",
+         "streams:adapt",
+         "Streamed tool calls lose arguments or whole calls if an event holds several tokens.",
+         "tests/plugins/repairs/test_front_ends.py::test_calls_are_lost_without_the_rows"),
+        (Kind.BEFORE, "entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream",
+         "streams:mark_chat", "The same, of chat completions and /v1/messages.",
+         "tests/plugins/repairs/test_front_ends.py::test_calls_are_lost_without_the_rows"),
+        (Kind.BEFORE, "entrypoints.openai.serving_responses.OpenAIServingResponses"
+         "._generate_with_builtin_tools", "streams:mark_response", "The same, of /v1/responses.",
+         "tests/plugins/repairs/test_front_ends.py::test_calls_are_lost_without_the_rows"),
+        (Kind.AFTER, "entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",
+         "responses:whole_budget", "/v1/responses gives two tokens less than max_output_tokens.",
+         "tests/plugins/repairs/test_responses.py::test_two_tokens_are_missing_without_the_row"),
+        (Kind.BEFORE, "entrypoints.anthropic.serving.AnthropicServing._convert_response",
+         "messages:keep_objects",
+         "/v1/messages is an HTTP 500 if a tool is called with a list, a text or a number.",
+         "tests/plugins/repairs/test_messages.py"
+         "::test_arguments_that_are_no_object_are_a_500_without_the_row"),
+        *((Kind.BEFORE, f"entrypoints.ollama.serving.OllamaServing._stream_{kind}_response",
+           "streams:mark_ollama", "Ollama's endpoints leave out the text of the last event.",
+           "tests/plugins/repairs/test_ollama.py::test_the_last_text_is_lost_without_the_rows")
+          for kind in ("chat", "generate")),
+        (Kind.AROUND, "managers.detokenizer_manager.DetokenizerManager"
+         "._decode_batch_token_id_output", "sent_text:send_once",
+         "Text before two events that end inside a character can be sent twice.",
+         "tests/plugins/repairs/test_token_events.py::test_text_is_sent_twice_without_the_row"),
+        *((Kind.AROUND, f"entrypoints.openai.serving_{endpoint}._convert_to_internal_request",
+           "bad_bodies:convert",
+           "chat_template_kwargs with a name of SGLang's own arguments are an HTTP 500.",
+           "tests/engine/test_http_fuzz.py::test_no_request_ends_or_breaks_the_server")
+          for endpoint in ("chat.OpenAIServingChat", "completions.OpenAIServingCompletion")),
+        *((Kind.BEFORE,
+           f"managers.tokenizer_manager.TokenizerManager.{action}_expert_distribution_record",
+           "bad_bodies:refuse_without_recorder",
+           "Without --expert-distribution-recorder-mode, it ends the server.",
+           "tests/plugins/repairs/test_operators.py::test_the_recorder_raises_without_the_rows")
+          for action in ("start", "stop", "dump")),
+        *((Kind.BEFORE, f"managers.tokenizer_manager.TokenizerManager.{action}_memory_occupation",
+           "bad_bodies:refuse_without_memory_saver",
+           "While a request runs, or without a release before, it ends the server.",
+           "tests/plugins/repairs/test_operators.py::test_memory_that_was_not_released_without_the_rows")
+          for action in ("release", "resume")),
+        (Kind.BEFORE, "managers.tokenizer_manager.TokenizerManager.configure_logging",
+         "bad_bodies:check_logging",
+         "After a level that SGLang does not know, every request is an HTTP 500.",
+         "tests/plugins/repairs/test_operators.py::test_a_level_without_the_row"),
+    ),
+    Patch(
+        "fastapi.dependencies.utils.request_body_to_args", Kind.AROUND,
+        "sglang_dflash.plugins.repairs.bad_bodies:read",
+        "A response_format that is no object is an HTTP 500.",
+        "tests/plugins/repairs/test_bad_bodies.py::test_a_body_is_a_500_without_the_row",
+    ),
+    Patch(
+        "sglang.srt.sampling.watermarking.core.WATERMARK_SECRET_FIELD_NAMES", Kind.ASSIGN,
+        secrets.FIELDS,
+        "/server_info shows --api-key and --admin-api-key to whoever has one of them, and the log "
+        "has both.",
+        "tests/plugins/repairs/test_operators.py::test_keys_are_shown_without_the_row",
+    ),
+)  # fmt: skip

@@ -1,0 +1,114 @@
+"""`/update_weights_from_disk` with a folder that is not the target's is refused, or is the draft's.
+
+SGLang copies the tensors whose names it knows and reports success, whatever the folder holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from os.path import exists
+from pathlib import Path
+from typing import Any
+
+import httpx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from sglang_dflash.checkpoint.fields import read_json_object
+from sglang_dflash.checkpoint.stored import StoredTensor, stored_tensors
+from sglang_dflash.common.errors import ConfigError, cut
+from sglang_dflash.serving.draft_updates import is_for_draft
+from sglang_dflash.serving.given_flags import guard_off
+
+# Formats of --load-format that read safetensors files.
+CHECKED_FORMATS = (None, "auto", "safetensors")
+# A checkpoint with tied embeddings may leave either out.
+TIED = ("lm_head.weight", "embed_tokens.weight")
+
+
+async def check_and_update(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
+    """Around `TokenizerManager.update_weights_from_disk`: `(success, message, paused requests)`."""
+    is_guarded = not guard_off(manager.server_args)
+    if is_guarded and not await is_for_draft(manager, obj.model_path):
+        try:
+            check_format(obj.load_format)
+            given = manager.server_args
+            await asyncio.to_thread(
+                check_folder, obj.model_path, manager.model_path,
+                revision=given.revision, cache_dir=given.download_dir,
+            )  # fmt: skip
+        except ConfigError as error:
+            return False, f"{error}. The weights are unchanged", 0
+    return await original(manager, obj, request)
+
+
+def check_format(load_format: str | None) -> None:
+    """Raise ConfigError for a format whose weights cannot be compared with the served ones: of
+    equal shapes, those of another model are reported as a success, of others they end the server.
+    """
+    if load_format not in CHECKED_FORMATS:
+        known = ", ".join(repr(name) for name in CHECKED_FORMATS if name)
+        required = f"one of {known} is required; --speculative-dflash-request-guard off allows all"
+        raise ConfigError("load_format", load_format, required)
+
+
+def check_folder(folder: str, served: str, **where: Any) -> None:
+    """Compare architecture, tensor names and shapes with those of the served checkpoint.
+
+    Either may be a name on the hub. Weights of the served model that are no safetensors files are
+    not compared.
+
+    Args:
+        where: of `snapshot_download`: where SGLang has loaded the served checkpoint from.
+
+    Raises:
+        ConfigError: the folder does not hold weights of the served model, or one of the two cannot
+            be had.
+    """
+    folder = _local("model_path", folder)
+    # It was loaded, so it is here: nothing is fetched.
+    kept = _local("served model", served, local_files_only=True, **where)
+    new, old = architectures(folder), architectures(kept)
+    if new != old:
+        raise ConfigError("model_path", folder, f"it holds {new}; the served model is {old}")
+    if any(Path(kept).glob("*.safetensors")):
+        tensors = stored_tensors(kept, "served")
+        check_tensors(folder, stored_tensors(folder, "new"), tensors)
+
+
+def _local(field: str, name: str, **where: Any) -> str:
+    """The local folder of a checkpoint, fetched from the hub if need be. Raises ConfigError.
+
+    Args:
+        where: of `snapshot_download`.
+    """
+    if exists(name):
+        return name
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **where)
+    except (HFValidationError, HfHubHTTPError, httpx.TransportError, OSError) as error:
+        required = (
+            f"neither a folder here nor on the hub, so nothing is compared ({cut(str(error))})"
+        )
+        raise ConfigError(field, name, required) from error
+
+
+def architectures(folder: str) -> Any:
+    """`architectures` of the folder's config.json. Raises ConfigError."""
+    return read_json_object(Path(folder) / "config.json", "new checkpoint").get("architectures")
+
+
+def check_tensors(
+    folder: str, new: Mapping[str, StoredTensor], old: Mapping[str, StoredTensor]
+) -> None:
+    """Raise ConfigError unless the tensors of both checkpoints have the same names and shapes."""
+    for name in sorted({*new, *old}):
+        if name not in new and name not in TIED:
+            raise ConfigError("model_path", folder, f"no tensor {name!r} of the served model")
+        if name not in old and name not in TIED:
+            raise ConfigError("model_path", folder, f"tensor {name!r} is not the served model's")
+        if name in new and name in old and new[name].shape != old[name].shape:
+            found, served = list(new[name].shape), list(old[name].shape)
+            required = f"{name} is {found}, the served model's {served}"
+            raise ConfigError("model_path", folder, required)

@@ -1,0 +1,278 @@
+"""A hierarchical cache: draft K/V follows the target's to host memory and back.
+
+SGLang copies K/V of cached prefixes to a pool in host memory, and later into other slots of the
+device's pool. It tells of each copy when it plans it (the functions at the end, by
+`serving/patches.py`). The draft's part is done in the same order, before the worker's next forward:
+until then nothing is written to these slots, but what is committed and not yet absorbed, which is
+absorbed first. What would hold up the forward for long is done before later ones, if the slots are
+still the same tokens' then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.graphs import PADDING_SLOT
+from sglang_dflash.drafting.groups import KVGroup
+from sglang_dflash.serving.kv_transfer.staging import Staging, StagingBuffer
+
+# Tokens that are copied at a time, at most: device memory beyond what is reserved stays small.
+PIECE = 4096
+# A smaller piece holds up a forward as one of so many tokens.
+LEAST = 64
+# The attribute of SGLang's allocator of device slots under which a tier is found.
+_TIER = "dflash_host_tier"
+
+T = TypeVar("T")
+
+
+class HostKV(NamedTuple):
+    """Draft K/V of one group in host memory, by slot of SGLang's host pool.
+
+    Attributes:
+        kv: as `DraftKVCache.kv`, 8-bit floats as bytes. Memory that is never written takes no room.
+        live: bool `[host slots]`.
+
+    Both are used by the staging's thread only, and while it has nothing to do.
+    """
+
+    kv: Tensor
+    live: Tensor
+
+
+class HostTier:
+    """Draft K/V of tokens whose target K/V is in host memory.
+
+    Attributes:
+        loaded: tokens whose target K/V came back so far.
+        loaded_draft: those of them whose draft K/V came back, for the layers that see the most.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], running: int, sends: bool = False) -> None:
+        """`groups`: with tags; `running`: requests, at most; `sends`: whether draft K/V goes on to
+        another server, from the slots as they are."""
+        # What is soon done first: a long prefix of one group does not keep the others waiting.
+        self._groups = sorted(groups, key=lambda group: not group.reach.is_bounded)
+        self._running, self._sends = running, sends
+        tags = groups[0].cache.tags
+        if tags is None:
+            raise ValueError("groups: every token has draft K/V; tags are required")
+        self._staging = Staging(tags.entry_of.device)
+        self._host_kv: list[HostKV] = []
+        self._planned: deque[Callable[[], Iterator[int]]] = deque()
+        # The rest of each copy that has begun. `_generation` numbers the copies; by slot, the one
+        # that claimed it last, 0 if a forward has written to it since.
+        self._begun: deque[Iterator[int]] = deque()
+        self._generations, self._generation = torch.zeros_like(tags.entry_of), 0
+        self.loaded = self.loaded_draft = 0
+
+    def attach(self, allocator: Any) -> None:
+        """Let SGLang's copies from and to the slots of that allocator find this tier."""
+        setattr(allocator, _TIER, self)
+
+    def run_copies(self, absorb: Callable[[], Any], slots: Tensor | None = None) -> bool:
+        """Copy what was planned. To be called on the forward's stream, before it writes or reads
+        draft K/V. Returns whether there was anything.
+
+        Args:
+            absorb: writes what is committed and not yet written; called if anything was planned.
+            slots: int64 `[N]`, where the forward will write. As many tokens are copied, and a piece
+                more; the others before later forwards. None copies all that was planned.
+        """
+        self._staging.poll()
+        if not (self._begun or self._planned):
+            return False
+        if self._planned:
+            absorb()
+        left = inf
+        # What another server gets is what is there after the forward.
+        if slots is not None and not self._sends:
+            left = sum(self._piece(group) + len(slots) for group in self._groups)
+        while left > 0 and (self._begun or self._planned):
+            if not self._begun:
+                self._begun.append(self._planned.popleft()())
+            tokens = next(self._begun[0], None)
+            if tokens is None:
+                self._begun.popleft()
+            else:
+                left -= max(tokens, LEAST)
+        while self._planned:
+            # The forward must not read what these slots held, nor be overwritten by a late copy.
+            self._begun.append(self._planned.popleft()())
+        if self._begun and slots is not None:
+            self._generations.index_fill_(0, slots, 0)
+        return True
+
+    def clear(self) -> None:
+        """SGLang empties its pools."""
+        self._planned.clear()
+        self._begun.clear()
+        for host_kv in self._host_kv:
+            self._staging.enqueue(host_kv.live.zero_)
+
+    def plan_backup(self, slots: Tensor, host_slots: Tensor, pool_size: int) -> None:
+        """K/V of tokens goes from device to host slots, both int64 `[N]`, in the tokens' order."""
+        self._planned.append(partial(self._back_up, slots, host_slots, pool_size))
+
+    def plan_load(self, host_slots: Tensor, slots: Tensor) -> None:
+        """K/V of tokens comes back, into slots that held others. They end a prefix."""
+        self.loaded += len(slots)
+        self._planned.append(partial(self._load, host_slots, slots))
+
+    def plan_loss(self, host_slots: Tensor) -> None:
+        """Host slots get tokens that have no draft K/V: from storage."""
+        self._planned.append(partial(self._lose, host_slots))
+
+    def _claim(self, slots: Tensor) -> int:
+        _used_here(slots)
+        self._generation += 1
+        self._generations.index_fill_(0, slots, self._generation)
+        return self._generation
+
+    def _piece(self, group: KVGroup) -> int:
+        return min(PIECE, Staging.most_rows(group.cache.kv[0]))
+
+    def _back_up(self, slots: Tensor, host_slots: Tensor, pool_size: int) -> Iterator[int]:
+        if not self._host_kv:
+            self._host_kv = [_empty(_raw(group.cache.kv), pool_size) for group in self._groups]
+        return self._pieces_out(slots, host_slots.cpu(), self._claim(slots))
+
+    def _pieces_out(self, slots: Tensor, host_slots: Tensor, generation: int) -> Iterator[int]:
+        yield from self._lose(host_slots)
+        for group, host_kv in zip(self._groups, self._host_kv, strict=True):
+            pieces, host_pieces = (
+                indices[_last(group)].split(self._piece(group)) for indices in (slots, host_slots)
+            )
+            for piece, at in zip(pieces, host_pieces, strict=True):
+                entries, live = group.cache.find(piece)
+                live &= self._generations[piece] == generation
+                rows = _raw(group.cache.kv)[entries]
+                self._staging.send(rows, live, partial(_keep, host_kv, at))
+                yield len(piece)
+
+    def _lose(self, host_slots: Tensor) -> Iterator[int]:
+        for host_kv in self._host_kv:
+            self._staging.enqueue(partial(host_kv.live.index_fill_, 0, host_slots.cpu(), False))
+        yield from ()
+
+    def _load(self, host_slots: Tensor, slots: Tensor) -> Iterator[int]:
+        generation = self._claim(slots)
+        for group in self._groups:
+            # What these slots held before must not be read.
+            group.cache.forget(slots)
+            if self._sends:
+                # Nor be sent: of a token without draft K/V, zeros are.
+                _raw(group.cache.kv)[slots] = 0
+        return self._pieces_in(host_slots.cpu(), slots, generation)
+
+    def _pieces_in(self, host_slots: Tensor, slots: Tensor, generation: int) -> Iterator[int]:
+        self._staging.wait()
+        pairs = list(zip(self._groups, self._host_kv, strict=bool(self._host_kv)))
+        chosen = [self._chosen(group, host_kv.live[host_slots]) for group, host_kv in pairs]
+
+        def fetched() -> Iterator[tuple[KVGroup, StagingBuffer]]:
+            for (group, host_kv), tokens in zip(pairs, chosen, strict=True):
+                pieces = tokens.split(self._piece(group)) if len(tokens) else ()
+                # Drafts need the last tokens most. But what a ring gets last stays longest.
+                for piece in pieces if group.reach.is_bounded else reversed(pieces):
+                    yield group, self._staging.fetch(host_kv.kv, host_slots[piece], piece)
+
+        for group, buffer in _one_ahead(fetched()):
+            rows, tokens = self._staging.to_device(buffer)
+            at = slots[tokens]
+            keep = self._generations[at] == generation
+            # A slot that is another token's by now stays as it is.
+            at = torch.where(keep, at, PADDING_SLOT)
+            entries = group.cache.place(at, keep, self._fair_share(group))
+            _raw(group.cache.kv)[entries] = rows
+            yield len(rows)
+        self.loaded_draft += max(map(len, chosen), default=0)
+
+    def _chosen(self, group: KVGroup, live: Tensor) -> Tensor:
+        """Return the tokens of a prefix to load, int64, of those that the host has, bool `[N]`. Of
+        each part of the prefix that was copied to the host, only the last tokens may be there."""
+        tokens, fair_share = live.nonzero()[:, 0], self._fair_share(group)
+        if fair_share is None or len(tokens) <= fair_share:
+            return tokens
+        # The first ones may be sinks.
+        sinks = group.reach.sinks
+        return torch.cat((tokens[:sinks], tokens[sinks - fair_share :]))
+
+    def _fair_share(self, group: KVGroup) -> int | None:
+        return group.fair_share(1, self._running) if group.reach.is_bounded else None
+
+
+def _one_ahead(begun: Iterator[T]) -> Iterator[T]:
+    """The next one is begun before one is used: the thread has something to do meanwhile."""
+    for current in begun:
+        for following in begun:
+            yield current
+            current = following
+        yield current
+
+
+def _keep(host_kv: HostKV, at: Tensor, rows: Tensor, live: Tensor) -> None:
+    host_kv.kv[at[live]] = rows[live]
+    host_kv.live[at[live]] = True
+
+
+def _last(group: KVGroup) -> slice:
+    """Return the slice of a prefix's tokens that a draft after it can see."""
+    tokens, sinks = group.reach.tokens, group.reach.sinks
+    return slice(None) if tokens is None or sinks else slice(-tokens, None)
+
+
+def _empty(kv: Tensor, pool_size: int) -> HostKV:
+    # Torch writes zeros, which would take the memory at once. Rows are read if they are live only.
+    return HostKV(
+        torch.empty(pool_size, *kv.shape[1:], dtype=kv.dtype),
+        torch.zeros(pool_size, dtype=torch.bool),
+    )
+
+
+def _raw(kv: Tensor) -> Tensor:
+    """Not every device can index 8-bit floats."""
+    return kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv
+
+
+def _used_here(slots: Tensor) -> None:
+    """The scheduler made them on another stream."""
+    if slots.device.type != "cpu":
+        slots.record_stream(torch.get_device_module(slots.device).current_stream())
+
+
+# -- what SGLang's controller of the hierarchical cache tells --------------------------------------
+
+
+def backs_up(
+    kept: Tensor | None, controller: Any, device_indices: Tensor, *_: Any, **__: Any
+) -> None:
+    """After `HybridCacheController.write`, which gives host slots to tokens."""
+    if kept is not None:
+        size = controller.mem_pool_host.logical_size
+        _tell(controller, lambda tier: tier.plan_backup(device_indices, kept, size))
+
+
+def loads(slots: Tensor | None, controller: Any, host_indices: Tensor, *_: Any, **__: Any) -> None:
+    """After `HybridCacheController.load`, which gives slots to tokens that come back."""
+    if slots is not None and len(slots):
+        _tell(controller, lambda tier: tier.plan_load(host_indices, slots))
+
+
+def reads_storage(kept: Tensor | None, controller: Any, *_: Any, **__: Any) -> None:
+    """After `HybridCacheController.alloc_prefetch_host_buffers`, for tokens from storage."""
+    if kept is not None:
+        _tell(controller, lambda tier: tier.plan_loss(kept))
+
+
+def _tell(controller: Any, action: Callable[[HostTier], None]) -> None:
+    tier = getattr(controller.mem_pool_device_allocator, _TIER, None)
+    if tier is not None:
+        action(tier)

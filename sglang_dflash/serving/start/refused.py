@@ -1,0 +1,82 @@
+"""Settings that are refused with DFLASH, for a server and for `inspect`. No torch.
+
+Settings are SGLang's, resolved, or `unserved.CommandLineSettings`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_dflash.checkpoint.hub import checkpoint
+from sglang_dflash.common.errors import ConfigError, shown
+
+BLOCK_FLAG = "--speculative-num-draft-tokens"
+# SGLang's own, of another field.
+BLOCK_ALIAS = "--speculative-dflash-block-size"
+WIDTH_FLAG = "--speculative-dflash-width"
+
+
+def refuse_ray(settings: Any) -> None:
+    """Raise ConfigError if the processes of a server are Ray's."""
+    if settings.use_ray:
+        required = "leave it out: SGLang's Ray actors load no plugin, and so none of our checks"
+        raise ConfigError("--use-ray", True, required)
+
+
+def refuse_trusted(settings: Any) -> None:
+    """Raise ConfigError if --trust-remote-code is for the draft, too: if it is in the target's
+    repository, or the tokenizer is the draft's."""
+    if not settings.trust_remote_code:
+        return
+    draft = settings.speculative_draft_model_path
+    if checkpoint(settings.model_path) == checkpoint(draft):
+        required = "with --trust-remote-code, not the target's repository: give a folder of its own"
+        raise ConfigError("draft", draft, required)
+    tokenizer = settings.tokenizer_path
+    if tokenizer is not None and checkpoint(tokenizer) == checkpoint(draft):
+        required = "with --trust-remote-code, not the draft's: its code is never run"
+        raise ConfigError("--tokenizer-path", tokenizer, required)
+
+
+def asked_block(settings: Any) -> int | None:
+    """The tokens that a step verifies, at most, by SGLang's two flags; None if neither is given.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    block, alias = settings.speculative_num_draft_tokens, settings.speculative_dflash_block_size
+    if alias is not None and block not in (None, alias):
+        raise ConfigError(
+            BLOCK_ALIAS, alias, f"but {BLOCK_FLAG} is {shown(block)}; give one of them"
+        )
+    return alias if block is None else block
+
+
+def why_not_adaptive(settings: Any, device: str) -> str | None:
+    """Return why the width cannot be adaptive with these settings, and what to give instead; None
+    if it can."""
+    if settings.enable_deterministic_inference:
+        return (
+            "depends on how long steps take, and --enable-deterministic-inference is given; give "
+            "fixed"
+        )
+    if device not in ("cpu", "cuda"):
+        return f"is served on CPUs and CUDA, not on {device!r}; give fixed"
+    if device == "cuda" and _verifies_with_flashinfer(settings):
+        return (
+            "verifies single tokens, and FlashInfer's kernel for recurrent layers is for more than "
+            "one; give --linear-attn-verify-backend triton"
+        )
+    if device == "cuda" and settings.enable_lora:
+        return (
+            "has CUDA graphs of several widths, and SGLang keeps the buffers of LoRA for one; give "
+            "fixed, or leave out --enable-lora"
+        )
+    return None
+
+
+def _verifies_with_flashinfer(settings: Any) -> bool:
+    """Return whether recurrent layers verify with FlashInfer, by SGLang's rule
+    (layers/attention/linear/utils.py)."""
+    decode = settings.linear_attn_decode_backend or settings.linear_attn_backend
+    return (settings.linear_attn_verify_backend or decode) == "flashinfer"

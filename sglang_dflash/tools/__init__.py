@@ -1,0 +1,1 @@
+"""The `sglang-dflash` command and what it runs. The product imports none of it."""

@@ -1,0 +1,191 @@
+"""The arms of a comparison: ways of decoding, each behind a server that is started here or runs
+already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from sglang_dflash.checkpoint.published import look_up
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.drafting.machine import available_bytes
+from sglang_dflash.tools.bench import compiled, vllm
+from sglang_dflash.tools.bench.load import Endpoint, endpoint
+from sglang_dflash.tools.bench.server import (
+    KV_TOKENS,
+    FlagValue,
+    Program,
+    ServerConfig,
+    ServerProcess,
+    demo_config,
+    dflash_flags,
+    together,
+)
+from sglang_dflash.tools.bench.settings import VLLM_ARMS, WIDTH, BenchSettings
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
+
+SIMULATED_LENGTH = "SGLANG_SIMULATE_ACC_LEN"
+
+# Arm -> the server to start, or the URL of one that runs.
+Arms = dict[str, Program | str]
+
+
+def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
+    """The arms in the order asked for; the others are compared with the first.
+
+    Raises:
+        ConfigError: the environment simulates acceptance, SGLang cannot serve the dtype, there is
+            no such embedded pair, or no vLLM where it should be.
+    """
+    if settings.base_url:
+        return dict(settings.servers)
+    if SIMULATED_LENGTH in os.environ:
+        required = "would reach every server unseen; unset it, and give {simulated_acceptance}"
+        raise ConfigError(SIMULATED_LENGTH, os.environ[SIMULATED_LENGTH], required)
+    names = settings.arms or ("ar", "dflash")
+    if accelerator and settings.dtype == "float32" and not set(names) <= set(VLLM_ARMS):
+        required = "SGLang's kernels on a GPU take 16 bits only; give bfloat16"
+        raise ConfigError("dtype", settings.dtype, required)
+    if settings.embedded:
+        pair = demo_pair(settings.embedded)
+        target, draft = str(pair.target), str(pair.draft)
+        base = _embedded_server(settings, accelerator)
+    else:
+        target, draft = settings.target or "", settings.draft or ""
+        base = _given_server(settings)
+    made = {
+        **_sglang_arms(settings, base, draft),
+        **(_vllm_arms(settings, target, draft, accelerator) if settings.vllm else {}),
+    }
+    return {name: made[name] for name in names}
+
+
+def _sglang_arms(settings: BenchSettings, base: ServerConfig, draft: str) -> dict[str, Program]:
+    """SGLang's, by the server that they have in common."""
+    whole = dflash_flags(draft)
+    # One's own pair is measured as it is served, with the width that is the default here; whole
+    # blocks of an embedded one show what drafts cost and gain at most.
+    ours = {name: of for name, of in whole.items() if settings.embedded or name != WIDTH}
+    simulated = {}
+    if settings.simulated_acceptance is not None:
+        ours = whole
+        simulated = {
+            SIMULATED_LENGTH: f"{settings.simulated_acceptance:g}",
+            "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
+        }
+    flags: dict[str, dict[str, FlagValue]] = {
+        "ar": {},
+        "dflash": ours,
+        "builtin": {**whole, "--speculative-dflash-worker": "builtin"},
+    }
+    return {
+        name: replace(
+            base.with_flags(of),
+            # The user's own flags come last and win.
+            extra_args=settings.server_flags,
+            env={**compiled.ENVIRONMENT, **({} if name == "ar" else simulated)},
+        )
+        for name, of in flags.items()
+    }
+
+
+def _vllm_arms(
+    settings: BenchSettings, target: str, draft: str, accelerator: bool
+) -> dict[str, Program]:
+    python = settings.vllm or ""
+    version, requests = vllm.version_of(python, accelerator), max(settings.levels)
+    # With prompts of a thousand tokens or more.
+    tokens = max(KV_TOKENS, requests * (settings.max_new_tokens + 1024))
+    itemsize = 4 if settings.dtype == "float32" else 2
+    # Servers of large models have an accelerator to themselves, one after another.
+    bounded = settings.embedded or not accelerator
+    flags: dict[str, FlagValue] = {
+        "--dtype": settings.dtype,
+        **vllm.limits(target, tokens, requests, itemsize if bounded else None),
+        # Nothing of the target's own sampling parameters.
+        "--generation-config": "vllm",
+    }
+    if not accelerator:
+        flags["--enforce-eager"] = True
+    plain = vllm.VLLMConfig(python, version, target, None, flags, on_cpu=not accelerator)
+    with_draft = {**flags, **vllm.dflash_flags(draft)}
+    return {"vllm": plain, "vllm-dflash": replace(plain, draft=draft, flags=with_draft)}
+
+
+def _embedded_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
+    pair = demo_pair(settings.embedded or "")
+    config = demo_config(pair, dflash=False).with_flags(_for_all(settings))
+    if not pair.is_hybrid:
+        return config
+    # Twice the clients: with few free request slots SGLang admits no new request.
+    requests = 2 * max(settings.levels)
+    return config.with_flags(
+        {"--max-running-requests": requests, "--max-mamba-cache-size": 6 * requests}
+    )
+
+
+def _given_server(settings: BenchSettings) -> ServerConfig:
+    flags: dict[str, FlagValue] = {
+        "--model-path": settings.target or "",
+        **_for_all(settings),
+    }
+    if settings.simulated_acceptance is not None:
+        # No answer means anything, so no weights are read.
+        flags["--load-format"] = "dummy"
+    return ServerConfig(flags)
+
+
+def _for_all(settings: BenchSettings) -> dict[str, FlagValue]:
+    # To stream the whole text with every step costs the slower arm more than the faster one.
+    flags: dict[str, FlagValue] = {
+        "--dtype": settings.dtype,
+        "--incremental-streaming-output": True,
+    }
+    return flags | ({"--enable-deterministic-inference": True} if settings.temperature else {})
+
+
+def grouped(settings: BenchSettings, arms: Arms, accelerator: bool) -> list[Arms]:
+    """Group the arms whose servers run at once: all, or one after another if they may not fit the
+    machine.
+
+    Servers of large models do not fit: on an accelerator each takes most of the memory.
+    """
+    if settings.target is None or settings.base_url:
+        return [arms]
+    if not accelerator and _fit(settings.target, len(arms)):
+        return [arms]
+    return [{name: arm} for name, arm in arms.items()]
+
+
+def _fit(target: str, servers: int) -> bool:
+    """Return whether so many servers of a target surely fit the memory of this machine."""
+    stored, available = look_up("target", target).weight_bytes, available_bytes()
+    if stored is None or available is None:
+        return False
+    # Weights of 16 bits may be served in 32, and the pools get as much. The three processes of a
+    # server take 3 GiB.
+    return servers * (4 * stored + (3 << 30)) <= available
+
+
+@contextmanager
+def opened(arms: Arms, settings: BenchSettings) -> Iterator[dict[str, Endpoint]]:
+    """The arms' endpoints. Servers that are started here all run at once, until the end.
+
+    Raises:
+        Failed: a server does not start, or a running one does not answer.
+    """
+    started = {
+        name: ServerProcess(config, timeout_s=1800)
+        for name, config in arms.items()
+        if not isinstance(config, str)
+    }
+    with together(started.values()):
+        found = {
+            name: endpoint(arm)
+            if isinstance(arm, str)
+            else arm.endpoint(started[name].url, started[name].log)
+            for name, arm in arms.items()
+        }
+        yield {name: replace(to, sampling=settings.sampling(to.SEED)) for name, to in found.items()}

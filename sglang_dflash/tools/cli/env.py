@@ -1,0 +1,85 @@
+"""`sglang-dflash env`: works without SGLang, and with a release that we were not written for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_dflash.drafting.machine import hardware, version
+from sglang_dflash.patches.patch import any_in_place, load_plugins
+from sglang_dflash.patches.version import unsupported
+from sglang_dflash.serving.metrics.server import OURS
+from sglang_dflash.serving.patches import PATCHES
+from sglang_dflash.tools.cli import changes
+
+SGLANG_WORKER = "SGLang's built-in worker"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object")
+    add("--changes", action="store_true", help="every change to SGLang, and its reason, instead")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.changes:
+        shown = json.dumps({"changes": changes.as_rows()}) if args.json else changes.as_text()
+        print(shown)
+        return
+    found, problem = None, None
+    if version("sglang") is not None:
+        print("loading SGLang and its plugins ...", file=sys.stderr)
+        found, problem = load_plugins()
+    worker, reason = _worker(problem)
+    packages = ("sglang-dflash", "sglang", "torch", "triton", "transformers", "huggingface_hub")
+    report = {
+        "worker": worker,
+        "reason": reason,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+            "system": platform.platform(),
+        },
+        "machine": hardware(),
+        # Of SGLang, which our plugin for CPUs may have set.
+        "platform": None if found is None else type(found).__name__,
+    }
+    print(json.dumps(report) if args.json else as_text(report))
+
+
+def _worker(problem: str | None) -> tuple[str, str]:
+    """Return the worker that this installation gives a pair that ours can serve, and the reason.
+
+    `problem`: why a server of this installation would end at start, or None.
+    """
+    mismatch = unsupported()
+    if version("sglang") is None:
+        return "none", f"{mismatch}; inspect works, and generate if torch is there"
+    if problem is not None:
+        return "none", f"a server ends at start: {problem}"
+    if mismatch is not None:
+        return SGLANG_WORKER, mismatch
+    if not any_in_place(PATCHES):
+        return SGLANG_WORKER, (
+            "our plugin dflash is not loaded: SGLANG_PLUGINS or SGLANG_PLATFORM leaves it out, or "
+            "it is not registered; then install the package again"
+        )  # fmt: skip
+    return OURS, "installed and loaded; `sglang-dflash inspect TARGET DRAFT` tells of a pair"
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """The report for reading."""
+    machine = report["machine"]
+    of = {
+        **report["versions"],
+        "processor": f"{machine['processor']}, {machine['cores']} cores",
+        "memory": f"{machine['memory_gib']} GiB",
+        "accelerator": machine["accelerator"] or "none",
+        "platform": report["platform"] or "not known",
+    }
+    lines = [f"{name:15} {value or 'not installed'}" for name, value in of.items()]
+    return "\n".join([f"worker: {report['worker']}", f"why: {report['reason']}", "", *lines])

@@ -1,0 +1,105 @@
+"""`sglang-dflash inspect`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Collection
+from os.path import exists
+from pathlib import Path
+
+from sglang_dflash.checkpoint.fields import READ_BY_SGLANG
+from sglang_dflash.checkpoint.origin import published_draft
+from sglang_dflash.checkpoint.published import look_up
+from sglang_dflash.common.command_line import add_flags, given
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.serving.metrics.server import OURS
+from sglang_dflash.tools.inspect import launch_command
+from sglang_dflash.tools.inspect.launch_command import OPTION_FLAGS, SERVING_FLAGS
+from sglang_dflash.tools.inspect.report import inspect
+from sglang_dflash.tools.inspect.serving import Serving
+from sglang_dflash.tools.inspect.suggest import Pair, suggest
+from sglang_dflash.tools.inspect.table import as_table
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "sglang-dflash inspect TARGET [DRAFT] [options], or inspect -- LAUNCH COMMAND"
+    add = parser.add_argument
+    add("target", help="a folder with config.json, or a hub name")
+    add(
+        "draft",
+        nargs="?",
+        help="a folder with config.json, or a hub name (default: the one published for the target)",
+    )
+    add_flags(parser, Options, OPTION_FLAGS)
+    add_flags(parser, Serving, SERVING_FLAGS)
+    add(
+        "--sessions",
+        type=positive,
+        metavar="N",
+        help="requests of --context tokens that are to run at a time (default: as many as fit)",
+    )
+    add("--offline", action="store_true", help="do not ask the hub")
+    add("--sources", action="store_true", help="also print where the facts were read")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def positive(text: str) -> int:
+    """A number of requests, from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def split(argv: list[str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """A command line in our words, and the server's launch command that it holds, if any.
+
+    Args:
+        known: our flags, which may stand among a server's without a `--`.
+
+    Raises:
+        ConfigError: see `launch_command.read`.
+    """
+    if "--" in argv:
+        ours, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    elif launch_command.is_launch(argv):
+        own, command = launch_command.without_own(argv[1:], known)
+        ours = [*argv[:1], *own]
+    else:
+        return argv, []
+    return [*ours, *launch_command.read(command).words], command
+
+
+def run(args: argparse.Namespace) -> None:
+    command = launch_command.read(args.server_flags) if args.server_flags else None
+    options = Options(**given(args, Options))
+    serving = Serving(**given(args, Serving))
+    target = look_up("target", args.target, offline=args.offline)
+    named = args.draft or published_draft(args.target)
+    draft = look_up("draft", named, offline=args.offline)
+    builtin = command and command.builtin
+    found = inspect(target, draft, options, serving, builtin)
+    if command is not None and command.not_reckoned:
+        left_out = ", ".join(command.not_reckoned)
+        found["warnings"].insert(0, f"not part of the arithmetic: {left_out}")
+    if args.sessions is not None and serving.context is None:
+        raise ConfigError("sessions", args.sessions, "needs {context}, the tokens of a request")
+    found["suggestions"] = None
+    if serving.context is not None:
+        pair = Pair(target, draft, options, serving, builtin)
+        found["suggestions"] = suggest(pair, args.sessions)
+    if exists(named) and exists(args.target):
+        _check_as_sglang_reads_it(Path(args.target), Path(named), found["worker"])
+    print(json.dumps(found) if args.json else as_table(found, sources=args.sources))
+
+
+def _check_as_sglang_reads_it(target: Path, draft: Path, worker: str) -> None:
+    """Raise ConfigError if a server would refuse what we do not read: a draft of SGLang's worker,
+    or files that only SGLang reads. Seconds, most of it imports."""
+    if worker == OURS and not any((draft / name).exists() for name in READ_BY_SGLANG):
+        return
+    from sglang_dflash.serving.start.draft_files import check_of_a_server
+
+    check_of_a_server(str(draft), str(target))

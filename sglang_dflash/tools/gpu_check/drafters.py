@@ -1,0 +1,214 @@
+"""A drafter of random weights, set up for a load as a server sets it up, and its steps.
+
+Loads without SGLang: a GPU may be lent without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter, sanitize
+from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder
+from sglang_dflash.drafting.groups import KVGroup
+from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.width import WidthPolicy
+from sglang_dflash.serving.gpu.backends import ATTENTION, draft_ops
+from sglang_dflash.serving.start.plan import Plan
+
+# A draft for trying the command on any machine: all kinds of layers, a vocabulary of 512.
+TINY = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "block_size": 4,
+    "num_target_layers": 6,
+    "max_position_embeddings": 4096,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 64,
+    "dflash_config": {"mask_token_id": 511, "target_layer_ids": [1, 3]},
+}
+
+
+class Load(NamedTuple):
+    """Requests, committed tokens of each, and the window."""
+
+    requests: int
+    context: int
+    window: int | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.requests}x{self.context}" + (f"w{self.window}" if self.window else "")
+
+
+def random_model(config: DraftConfig, device: torch.device, dtype: torch.dtype) -> DraftModel:
+    """A draft of random weights, with the operations that a server takes on that device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return DraftModel(config, ops=draft_ops(device)).freeze()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def random_head(model: DraftModel) -> TargetHead:
+    """A target's embedding, which is its lm_head too."""
+    config, weight = model.config, model.fc.weight
+    vocabulary = weight.new_empty(config.vocab_size, config.hidden_size).normal_(std=0.02)
+    return TargetHead(lambda ids: vocabulary[ids], lambda hidden: hidden @ vocabulary.T)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A drafter under a load: all requests have `load.context` committed tokens, whose draft K/V
+    is live.
+
+    Attributes:
+        known: where the requests' tokens lie.
+        bonus: int64 `[R]`.
+        targets: int64 `[R, B]`, the target's tokens.
+        hidden: `[R * B, F * E]`, the target's hidden states.
+        positions, slots: int64 `[R * B]`, of the block.
+    """
+
+    load: Load
+    drafter: Drafter
+    known: RequestSlots
+    bonus: Tensor
+    targets: Tensor
+    hidden: Tensor
+    positions: Tensor
+    slots: Tensor
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """Parts of a step, which repeat on the same tensors: `propose` a block, as it is recorded,
+        for greedy requests, and `sampled` for sampled ones; `commit` (accept drafts, and find
+        entries for their tokens), `absorb` (project hidden states of all of them into entries)."""
+        drafter, model, groups = self.drafter, self.drafter.model, self.drafter.groups
+        block = drafter.draft_block
+        ids, steps = self.targets.clone(), torch.arange(block, device=self.targets.device)
+        entries = [group.cache.place(self.slots).clone() for group in groups]
+
+        warm = torch.ones(len(self.bonus), device=self.bonus.device)
+        noise = BlockNoise(self.bonus, warm, self.known.seq_lens)
+        greedy = noise._replace(temperatures=torch.zeros_like(warm))
+
+        def propose() -> None:
+            drafter.propose(self.bonus, self.known, greedy)
+
+        def sampled() -> None:
+            drafter.propose(self.bonus, self.known, noise)
+
+        def commit() -> None:
+            accepted = model.ops.accept(ids, self.targets)
+            for group in groups:
+                group.cache.place(self.slots, (steps < accepted.lengths[:, None]).flatten())
+
+        def absorb() -> None:
+            kv = model.project_context(sanitize(model.context_features(self.hidden))[0])
+            for group, at in zip(groups, entries, strict=True):
+                group.store(model, kv, self.positions, at)
+
+        return {"propose": propose, "sampled": sampled, "commit": commit, "absorb": absorb}
+
+    def graphed(self, recorder: Recorder, columns: int | None = None) -> GraphedDrafter:
+        """The drafter with recorded steps, for a batch of this load; `columns`: of the recorded
+        table, by default those that the load reads."""
+        columns = columns or self.drafter.columns(self.known)
+        table, requests = self.known.req_to_token, (self.load.requests,)
+        return GraphedDrafter(self.drafter, recorder, table, requests, (columns,))
+
+    def step(self, drafter: Drafter | GraphedDrafter) -> Callable[[], None]:
+        """The draft side of a whole decode step, as a server runs it."""
+        ops, block = self.drafter.model.ops, self.drafter.draft_block
+        steps = torch.arange(block, device=self.targets.device)
+
+        def run() -> None:
+            ids = drafter.propose(self.bonus, self.known)
+            accepted = ops.accept(ids, self.targets)
+            keep = (steps < accepted.lengths[:, None]).flatten()
+            drafter.absorb(self.hidden, self.positions, self.slots, keep=keep)
+
+        return run
+
+
+def loaded(
+    model: DraftModel,
+    head: TargetHead,
+    load: Load,
+    attention: str,
+    device: torch.device,
+    positions: int | None = None,
+) -> Loaded:
+    """A drafter under a load, with that attention backend.
+
+    Args:
+        positions: of the request-to-token table; by default those that the load needs.
+
+    Raises:
+        RuntimeError: the tokens of the load are not live.
+    """
+    config = model.config
+    options = Options(window=load.window).resolve(config)
+    block, requests = options.verify_block, load.requests
+    width = load.context + 2 * block
+    policy, backend, dtype = WidthPolicy(block), ATTENTION[attention], model.dtype
+    plan = Plan(model, options, policy, backend, TensorParallel(), device, dtype, requests)
+    # Slot 0 and row 0 are for padding. Tokens lie where they were free, not side by side.
+    slots = 1 + torch.randperm(requests * width, device=device).int().view(requests, width)
+    table = torch.zeros(1 + requests, positions or width, dtype=slots.dtype, device=device)
+    table[1:, :width] = slots
+    rows = 1 + torch.arange(requests, device=device)
+    lengths = torch.full_like(rows, load.context)
+    known = RequestSlots(table, rows, lengths, load.context)
+    groups = plan.groups(requests * width, 1 + requests * width, requests, table.shape[1])
+    for group in groups:
+        group.cache.kv.normal_()
+        _fill(group, known)
+        check_live(model.ops.slot_table(known, group.reach, group.cache.tags))
+    drafter = Drafter(model, head, groups, options)
+    of_block = lengths[:, None] + torch.arange(block, device=device)
+    tokens = requests * block
+    return Loaded(
+        load=load,
+        drafter=drafter,
+        known=known,
+        bonus=torch.randint(config.vocab_size, (requests,), device=device),
+        targets=torch.randint(config.vocab_size, (requests, block), device=device),
+        hidden=torch.randn(tokens, config.target_hidden_width, device=device, dtype=dtype),
+        positions=of_block.flatten(),
+        slots=table[rows[:, None], of_block].long().flatten(),
+    )
+
+
+def check_live(entries: Tensor) -> None:
+    """Raise RuntimeError unless all `entries` `[R, C]` of a table are live: what is not read costs
+    no time."""
+    lost = int((entries < 0).sum())
+    if lost:
+        raise RuntimeError(f"{lost} of {entries.numel()} tokens of the load are not live")
+
+
+def _fill(group: KVGroup, known: RequestSlots) -> None:
+    """Make what the group reads of every request live."""
+    length, columns = known.longest, known.columns(group.reach)
+    visible = known.req_to_token[known.rows, length - columns : length]
+    group.cache.place(visible.long().flatten())

@@ -1,0 +1,107 @@
+"""The fewest bytes that drafting and absorbing can move, by a draft's config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.checkpoint.published import shipped
+
+SHAPES = (
+    "z-lab/Qwen3-8B-DFlash-b16",
+    "z-lab/Qwen3.5-27B-DFlash",
+    "z-lab/Qwen3.5-35B-A3B-DFlash",
+    "z-lab/Qwen3.8-27B-DFlash2",
+)
+ID_BYTES = 8
+
+
+def config_of(shape: str) -> DraftConfig:
+    """The config of a shipped draft."""
+    return DraftConfig.from_dict(shipped("draft")[shape].config)
+
+
+def floors(
+    config: DraftConfig, requests: int, context: int, window: int | None, itemsize: int = 2
+) -> dict[str, int]:
+    """The fewest bytes of the parts of a step."""
+    return {
+        "propose": propose_floor(config, [context] * requests, window, itemsize),
+        "absorb": absorb_floor(config, requests * config.block_size, itemsize),
+        "commit": commit_floor(requests, config.block_size),
+    }
+
+
+def propose_floor(
+    config: DraftConfig, lengths: Sequence[int], window: int | None, itemsize: int = 2
+) -> int:
+    """Bytes of drafting one block for each request.
+
+    Args:
+        lengths: committed tokens of the requests.
+        window: last tokens that the draft reads; None for all.
+        itemsize: bytes of a weight, an activation and an element of the cache.
+    """
+    block = config.block_size
+    tokens, drafted = len(lengths) * block, len(lengths) * (block - 1)
+    wide, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    weights = config.num_hidden_layers * (
+        wide * (heads + 2 * kv) + heads * wide + wide * 2 * inner + inner * wide
+        + 2 * wide + 2 * config.head_dim
+        + config.attention_bias * (heads + 2 * kv + wide)
+    ) + wide + config.vocab_size * wide  # fmt: skip
+    activations = tokens * config.num_hidden_layers * (
+        wide + heads + 2 * kv + heads + wide + wide + 2 * inner + inner + wide
+    ) + drafted * wide  # fmt: skip
+    context = sum(visible(layer, length, window) for layer in config.layers for length in lengths)
+    logits = 2 * drafted * config.vocab_size
+    embedded = tokens * wide
+    values = weights + activations + 2 * kv * context + logits + embedded
+    values += _convolved(config, tokens) + _selected(config, drafted)
+    return itemsize * values + ID_BYTES * tokens
+
+
+def _convolved(config: DraftConfig, tokens: int) -> int:
+    """Values of DFlash2's convolutions, before and after each half of a layer: base kernels, and
+    the product that makes the others."""
+    of, wide = config.convolution, config.hidden_size
+    if of is None:
+        return 0
+    made = 2 * of.kernel_size * (wide // of.group_size)
+    base = 2 * of.kernel_size * wide
+    return 2 * config.num_hidden_layers * (base + wide * made + tokens * (wide + made))
+
+
+def _selected(config: DraftConfig, drafted: int) -> int:
+    """Values of DFlash2's selector, for a walk: the product, each candidate's row of one table,
+    and one row of the other."""
+    of, wide = config.selector, config.hidden_size
+    if of is None:
+        return 0
+    return wide * of.rank + drafted * (wide + of.rank + (of.top_k + 1) * of.rank)
+
+
+def visible(layer: LayerAttention, length: int, window: int | None) -> int:
+    """Committed tokens that some position of the block sees in a layer."""
+    seen = length if window is None else min(length, window)
+    # The block's first position sees the most of them, and itself.
+    return seen if layer.sliding_window is None else min(seen, layer.sliding_window - 1)
+
+
+def absorb_floor(config: DraftConfig, tokens: int, itemsize: int = 2) -> int:
+    """Bytes of projecting the target's hidden states of `tokens` tokens to context K/V, and of
+    storing that in the cache."""
+    wide, target = config.hidden_size, config.target_hidden_width
+    kv = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
+    weights = target * wide + wide + wide * kv
+    weights += config.num_hidden_layers * config.head_dim + config.attention_bias * kv
+    return itemsize * (weights + tokens * (target + wide + wide + kv + kv))
+
+
+def commit_floor(requests: int, block: int) -> int:
+    """Bytes of accepting blocks, and of finding entries for their tokens: drafted and target
+    tokens; lengths and bonus tokens; the target slot of each token, its entry, and two tags of 4
+    bytes."""
+    return requests * (2 * ID_BYTES * block + 2 * ID_BYTES + block * (2 * ID_BYTES + 8))

@@ -1,0 +1,198 @@
+"""A server's launch command as `sglang-dflash inspect` takes it. SGLang is not imported."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sglang_dflash.checkpoint.origin import published_draft
+from sglang_dflash.common.command_line import spelled
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.serving.start.refused import (
+    WIDTH_FLAG,
+    asked_block,
+    refuse_ray,
+    refuse_trusted,
+    why_not_adaptive,
+)
+from sglang_dflash.serving.start.server_flags import COMMAND, rows, settings_of
+from sglang_dflash.serving.start.unserved import CommandLineSettings, builtin_reason
+from sglang_dflash.tools.inspect.serving import Serving
+
+# A setting of a server -> the flag of `sglang-dflash inspect`.
+FLAGS: Mapping[str, str] = {
+    "max_running_requests": "--max-running-requests",
+    "tp_size": "--tp-size",
+    "mem_fraction_static": "--mem-fraction",
+    "context_length": "--context-length",
+    "kv_cache_dtype": "--kv-dtype",
+    "speculative_draft_kv_cache_dtype": "--draft-kv-dtype",
+    "speculative_draft_window_size": "--window",
+    "speculative_draft_sink_size": "--sinks",
+    "speculative_num_draft_tokens": "--block-size",
+    "speculative_dflash_block_size": "--block-size",
+    "speculative_dflash_draft_kv_tokens": "--draft-kv-tokens",
+    "speculative_dflash_width": "--width",
+    "speculative_draft_attention_backend": "--draft-attention-backend",
+    "attention_backend": "--attention-backend",
+    "max_mamba_cache_size": "--max-mamba-cache-size",
+    "quantization": "--quantization",
+}
+# The flags of `inspect`, by the fields of `Options` and `Serving`.
+OPTION_FLAGS = spelled(
+    ("window", "sinks", "draft_kv_tokens"), verify_block="--block-size", looks_up="--lookup"
+)
+SERVING_FLAGS = spelled(
+    Serving.__dataclass_fields__,
+    attention="--draft-attention-backend",
+    target_attention="--attention-backend",
+)
+# A value of a server -> that of `inspect`.
+_VALUES = {"bf16": "bfloat16", "torch_native": "torch"}
+# They change the figures, and are not part of the arithmetic.
+NOT_RECKONED = (
+    "max_total_tokens", "mamba_full_memory_ratio", "mamba_ssm_dtype",
+    "disable_radix_cache", "swa_full_tokens_ratio", "dtype", "dp_size", "ep_size",
+    "cpu_offload_gb", "enable_lora", "lora_paths", "page_size",
+    "speculative_dflash_recurrent_rollback", "speculative_dflash_extension", "disaggregation_mode",
+    "enable_hierarchical_cache", "disable_cuda_graph", "cuda_graph_bs_decode",
+    "cuda_graph_max_bs_decode", "speculative_dflash_draft_graphs", "prefill_attention_backend",
+    "decode_attention_backend",
+)  # fmt: skip
+# With them a command cannot be judged.
+_NOT_JUDGED = {
+    "help": "nothing is served with it",
+    "config": "flags of a file are not read here; give them themselves",
+}
+_PAIR = ("model_path", "speculative_draft_model_path")
+
+
+class Launch(NamedTuple):
+    """A launch command as `inspect` reads it.
+
+    Attributes:
+        words: the arguments of `inspect` that it comes to.
+        builtin: the setting with which SGLang's worker serves; None without one.
+        not_reckoned: flags, with their values, that the figures leave out.
+    """
+
+    words: list[str]
+    builtin: str | None
+    not_reckoned: list[str]
+
+
+def is_launch(words: Sequence[str]) -> bool:
+    """Return whether the target is given as a server takes it."""
+    return any(word.partition("=")[0] in ("--model-path", "--model") for word in words)
+
+
+def without_own(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
+    """Divide words that are flags of `inspect` and of a server: those that only `inspect` has, with
+    their values, and the rest. A flag of both is a server's.
+
+    Args:
+        own: flags of `inspect`.
+    """
+    of_servers = {flag for row in rows() for flag in row["flags"]}
+    ours, theirs = list[str](), list[str]()
+    for run in _runs(words):
+        flag = run[0].partition("=")[0]
+        (ours if flag in own and flag not in of_servers else theirs).extend(run)
+    return ours, theirs
+
+
+def _runs(words: Sequence[str]) -> Iterator[list[str]]:
+    """Each flag with its values, and what stands before the first."""
+    run: list[str] = []
+    for word in words:
+        if run and re.match(r"-\D", word):
+            yield run
+            run = []
+        run.append(word)
+    if run:
+        yield run
+
+
+def read(command: Sequence[str]) -> Launch:
+    """A command, with or without the program in front of its flags.
+
+    Raises:
+        ConfigError: a server would refuse its flags; it names no target, does not serve with
+            DFLASH, or cannot be judged.
+    """
+    settings = settings_of(command)
+    for name, reason in _NOT_JUDGED.items():
+        if name in settings:
+            raise ConfigError(COMMAND, required=f"{_flag(name)}: {reason}")
+    if "model_path" not in settings:
+        raise ConfigError(COMMAND, required="missing; --model-path names the target")
+    _check_algorithm(settings.get("speculative_algorithm"))
+    if "speculative_draft_model_path" not in settings:
+        settings["speculative_draft_model_path"] = published_draft(settings["model_path"])
+    _check(CommandLineSettings(settings))
+    words = [settings[name] for name in _PAIR]
+    left_out = []
+    for name, value in settings.items():
+        if name in NOT_RECKONED or (name == "quantization" and value != "fp8"):
+            left_out.append(_typed(name, value))
+        elif name in FLAGS and value != "auto":
+            words += [FLAGS[name], str(_VALUES.get(value, value))]
+    if settings.get("speculative_dflash_lookup") == "on":
+        words.append("--lookup")
+    return Launch(words, _builtin(settings), left_out)
+
+
+def _check_algorithm(name: str | None) -> None:
+    """Raise ConfigError unless it is DFLASH."""
+    flag, algorithm = "--speculative-algorithm", "DFLASH"
+    if name is None:
+        required = f"missing; without {flag} {algorithm} a server decodes plainly"
+        raise ConfigError(flag, required=required)
+    if name.upper() != algorithm:
+        near = difflib.get_close_matches(name.upper(), [algorithm])
+        required = f"did you mean {algorithm}?" if near else f"inspect is about {algorithm}"
+        raise ConfigError(flag, name, required)
+
+
+def _check(settings: CommandLineSettings) -> None:
+    """Raise ConfigError for what a server refuses, and the arithmetic does not read."""
+    refuse_ray(settings)
+    refuse_trusted(settings)
+    asked_block(settings)
+    why_not = why_not_adaptive(settings, settings.device or "cuda")
+    if settings.speculative_dflash_width == "adaptive" and why_not is not None:
+        raise ConfigError(WIDTH_FLAG, "adaptive", why_not)
+
+
+def _typed(name: str, value: Any) -> str:
+    """A setting as a command line gives it."""
+    values = [] if value is True else value if isinstance(value, list) else [value]
+    return " ".join([_flag(name), *map(str, values)])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def server_flags(settings: Mapping[str, Any]) -> list[str]:
+    """The flags of a server for fields of `Options` and `Serving`. Those that only say what the
+    machine is have none."""
+    spelling = {ours: server for server, ours in reversed(list(FLAGS.items()))}
+    words = list[str]()
+    for name, value in settings.items():
+        setting = spelling.get({**OPTION_FLAGS, **SERVING_FLAGS}.get(name, ""))
+        if name == "looks_up":
+            words += ["--speculative-dflash-lookup", "on"]
+        elif setting is not None:
+            words += [_flag(setting), f"{value:g}" if isinstance(value, float) else str(value)]
+    return words
+
+
+def _builtin(settings: Mapping[str, Any]) -> str | None:
+    """The setting with which SGLang's own worker serves; None without one."""
+    if settings.get("speculative_dflash_worker") == "builtin":
+        return "--speculative-dflash-worker builtin"
+    attention = settings.get("speculative_draft_attention_backend")
+    return builtin_reason(CommandLineSettings(settings), attention)

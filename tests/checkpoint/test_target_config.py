@@ -1,0 +1,128 @@
+"""Facts that are read from a target's config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+
+import pytest
+from sglang.srt.arg_groups.fields.schedule import Schedule
+from sglang.srt.configs.model_config import is_hybrid_swa_model
+from sglang.srt.configs.nemotron_h import NemotronHConfig
+
+from sglang_dflash.checkpoint import target_config
+from sglang_dflash.checkpoint.target_config import TargetGeometry
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.memory.sizes import SLIDING_SHARE, state_bytes, target_kv_bytes
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
+from tests.checkpoint.target_fields import GDN, TARGET
+
+
+def test_only_attention_layers_keep_kv() -> None:
+    dense = TargetGeometry.from_dict(TARGET)
+    assert (dense.attention_layers, dense.recurrent_layers) == (6, 0)
+    assert dense.recurrent is None
+    assert target_kv_bytes(dense, 2) == 6 * 2 * 2 * 16 * 2
+    by_interval = TargetGeometry.from_dict(
+        {"text_config": {**TARGET, "full_attention_interval": 4, **GDN}}
+    )
+    types = ["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 2
+    assert by_interval == TargetGeometry.from_dict({**TARGET, "layer_types": types, **GDN})
+    assert (by_interval.attention_layers, by_interval.recurrent_layers) == (1, 5)
+    assert by_interval.recurrent is not None
+    assert state_bytes(by_interval.recurrent) == 5 * (3 * 7 * 5 * 4 + (2 * 2 * 5 + 3 * 7) * 3 * 2)
+
+
+def test_a_recurrent_state_of_unknown_shape_is_none() -> None:
+    geometry = TargetGeometry.from_dict({**TARGET, "full_attention_interval": 2})
+    assert geometry.recurrent_layers == 3 and geometry.recurrent is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": None}, r"num_hidden_layers in the target's config\.json: missing"),
+        ({"hidden_size": "32"}, r"hidden_size in the target's config\.json: '32'; a positive"),
+        ({"layer_types": ["full_attention"]}, r"layer_types in .*; one name for each of 6 layers"),
+        ({"kv_lora_rank": 512}, r"qk_rope_head_dim in the target's config\.json: missing"),
+        ({"kv_lora_rank": "512"}, r"kv_lora_rank in the target's config\.json: '512'"),
+    ],
+)
+def test_target_fields_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TargetGeometry.from_dict({**TARGET, **change})
+    with pytest.raises(ConfigError, match=message):
+        TargetGeometry.from_dict({"text_config": {**TARGET, **change}})
+
+
+def test_sliding_layers_with_a_pool_of_their_own_cost_a_part() -> None:
+    """These are the architectures for which SGLang has such a pool, by its own list."""
+    every = target_kv_bytes(TargetGeometry.from_dict(TARGET), 2)
+    raw = {**TARGET, "layer_types": ["sliding_attention", "full_attention"] * 3}
+    assert target_kv_bytes(TargetGeometry.from_dict(raw), 2) == every
+    for name in target_config._POOLED:
+        assert is_hybrid_swa_model([name], SimpleNamespace(sliding_window=128))
+        pooled = TargetGeometry.from_dict({**raw, "architectures": [name]})
+        assert pooled.sliding_layers == 3
+        assert target_kv_bytes(pooled, 2) == int(every * (3 + 3 * SLIDING_SHARE) / 6)
+    flag = get_type_hints(Schedule, include_extras=True)["swa_full_tokens_ratio"]
+    assert flag.__metadata__[0].fallback == float(SLIDING_SHARE)
+    # Transformers' default, which published copies of the config leave out.
+    by_default = TargetGeometry.from_dict({**TARGET, "architectures": ["GptOssForCausalLM"]})
+    assert by_default.sliding_layers == 3
+
+
+BLOCKS = ["mamba", "moe", "attention", "mlp", "mamba", "attention", "mamba"]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"layers_block_type": BLOCKS},
+        {"layers_block_type": BLOCKS, "num_hidden_layers": 9, "hybrid_override_pattern": "M*"},
+        {"hybrid_override_pattern": "ME*-M*M"},
+    ],
+)
+def test_the_layers_of_a_nemotron_h_are_those_that_sglang_reads(layers: dict[str, Any]) -> None:
+    sizes = {name: value for name, value in TARGET.items() if name != "num_hidden_layers"}
+    sglang = NemotronHConfig(**sizes, **layers)
+    read = TargetGeometry.from_dict({"model_type": "nemotron_h", **sizes, **layers})
+    assert read.num_hidden_layers == sglang.num_hidden_layers == 7
+    assert read.attention_layers == len(sglang.full_attention_layer_ids) == 2
+    assert read.recurrent_layers == len(sglang.mamba_layer_ids) == 3
+    assert target_kv_bytes(read, 2) == 2 * 2 * 2 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"layers_block_type": ["linear_attention", "full_attention"]},
+        {"layers_block_type": "M*"},
+        {"hybrid_override_pattern": "M*x"},
+        {"hybrid_override_pattern": "MMM"},
+    ],
+)
+def test_other_layers_of_a_nemotron_h_are_refused(layers: dict[str, Any]) -> None:
+    """The first is what Transformers writes, and SGLang does not read."""
+    message = rf"{next(iter(layers))} in the target's config\.json: .* required"
+    with pytest.raises(ConfigError, match=message):
+        TargetGeometry.from_dict({**TARGET, "model_type": "nemotron_h", **layers})
+
+
+def test_latent_attention_keeps_one_vector_per_token_and_layer() -> None:
+    geometry = TargetGeometry.from_dict({**TARGET, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    assert target_kv_bytes(geometry, 2) == 6 * (512 + 64) * 2
+
+
+def test_a_target_is_read_from_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target checkpoint: .*; no config\.json in it"):
+        TargetGeometry.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(TARGET))
+    assert TargetGeometry.from_pretrained(tmp_path) == TargetGeometry.from_dict(TARGET)
+
+
+@pytest.mark.parametrize(("kind", "is_hybrid"), [("dense", False), ("hybrid", True)])
+def test_an_embedded_pair_tells_whether_it_is_hybrid(kind: str, is_hybrid: bool) -> None:
+    assert demo_pair(kind).is_hybrid == is_hybrid

@@ -1,0 +1,139 @@
+"""Folders that `/update_weights_from_disk` takes, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.plugins.repairs.weight_update import check_and_update, check_folder, check_format
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
+from tests.conftest import rewrite
+
+PAIR = demo_pair("dense")
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the served target."""
+    copy = tmp_path / "target"
+    shutil.copytree(PAIR.target, copy)
+    return copy
+
+
+def transpose_a_projection(tensors: Tensors) -> None:
+    name = next(n for n in tensors if n.endswith("layers.0.mlp.up_proj.weight"))
+    tensors[name] = tensors[name].T.contiguous()
+
+
+def drop_a_norm(tensors: Tensors) -> None:
+    tensors.pop(next(n for n in tensors if n.endswith("layers.1.input_layernorm.weight")))
+
+
+BAD: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "shape": (transpose_a_projection, r"layers\.0\.mlp\.up_proj\.weight is \[192, \d+\], the serv"),
+    "missing": (drop_a_norm, r"tensor 'layers\.1\.input_layernorm\.weight' of the served model"),
+    "more": (lambda t: t.update(extra=torch.zeros(1)), r"tensor 'extra' is not the served"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_other_tensors_are_refused(what: str, folder: Path) -> None:
+    change, message = BAD[what]
+    rewrite(folder, change)
+    with pytest.raises(ConfigError, match=message):
+        check_folder(str(folder), str(PAIR.target))
+
+
+def test_the_draft_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"holds \['DFlash\w*'\]; the served model is \['Qwen3"):
+        check_folder(str(PAIR.draft), str(PAIR.target))
+
+
+def test_a_folder_without_a_config_or_weights_is_refused(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "else.json")
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        check_folder(str(folder), str(PAIR.target))
+    (folder / "else.json").rename(folder / "config.json")
+    next(folder.glob("*.safetensors")).unlink()
+    with pytest.raises(ConfigError, match=r"no \.safetensors file"):
+        check_folder(str(folder), str(PAIR.target))
+
+
+@pytest.mark.parametrize("name", [5000 * "a", "dra\0ft", "/no/such/folder"])
+def test_what_cannot_be_had_is_refused(name: str, folder: Path) -> None:
+    """Names of the new weights, and of the served ones that they are compared with."""
+    with pytest.raises(ConfigError, match="neither a folder here nor on the hub"):
+        check_folder(name, str(PAIR.target))
+    with pytest.raises(ConfigError, match="served model"):
+        check_folder(str(folder), name)
+
+
+def test_names_on_the_hub_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {"a/target": str(folder), "a/draft": str(PAIR.draft)}
+    fetched = "sglang_dflash.plugins.repairs.weight_update.snapshot_download"
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(fetched, lambda name, **where: asked.append(where) or places[name])
+    check_folder("a/target", str(PAIR.target))
+    given = SimpleNamespace(revision="a-revision", download_dir="/models")
+    manager = SimpleNamespace(server_args=given, model_path="a/target")
+    update = SimpleNamespace(model_path=str(PAIR.target), load_format=None)
+
+    async def original(*_: Any) -> str:
+        return "updated"
+
+    assert asyncio.run(check_and_update(original, manager, update)) == "updated"
+    new, served = asked
+    assert "local_files_only" not in new
+    # Nothing is fetched, from where SGLang has loaded it.
+    del served["allow_patterns"]
+    assert served == {
+        "revision": "a-revision", "cache_dir": "/models", "local_files_only": True,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="DFlash"):
+        check_folder("a/draft", "a/target")
+
+
+@pytest.mark.parametrize("load_format", ["nonesuch", "npcache", "pt", "dummy", ""])
+def test_formats_that_cannot_be_compared_are_refused(load_format: str) -> None:
+    with pytest.raises(ConfigError, match=r"load_format: .*'safetensors' is required"):
+        check_format(load_format)
+    check_format(None), check_format("auto"), check_format("safetensors")
+
+
+def test_weights_of_the_same_model_are_taken(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 1}))
+    rewrite(folder, lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
+    check_folder(str(folder), str(PAIR.target))
+
+
+@pytest.mark.parametrize("states", [[{"dflash": {}}], [{"dflash_builtin_reason": "a flag"}]])
+def test_a_drafts_folder_goes_to_the_worker_that_takes_it(states: list[dict[str, Any]]) -> None:
+    """SGLang's worker would load it into the target."""
+
+    async def get_internal_state() -> list[dict[str, Any]]:
+        return states
+
+    async def original(*_: Any) -> tuple[bool, str, int]:
+        return True, "updated", 0
+
+    given = SimpleNamespace(
+        speculative_draft_model_path=str(PAIR.draft), revision=None, download_dir=None
+    )
+    manager: Any = SimpleNamespace(
+        server_args=given, get_internal_state=get_internal_state, model_path=str(PAIR.target)
+    )
+    update = SimpleNamespace(model_path=str(PAIR.draft), load_format=None)
+    success, message, _ = asyncio.run(check_and_update(original, manager, update))
+    assert success is ("dflash" in states[0])
+    assert success or "the served model is" in message

@@ -1,0 +1,243 @@
+"""The worker is made from what SGLang gives at each of its three calls, with an extension if one is
+named, and serves a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.drafting.attention.capabilities import Capabilities
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.plugins.platform_cpu.attention import CpuKVPool
+from sglang_dflash.serving.given_flags import ATTRIBUTE
+from sglang_dflash.serving.start import build, decide
+from sglang_dflash.serving.start.build import DFlashSpecWorker
+from sglang_dflash.serving.step.extension import Extension, StepObserver, load_extension
+from tests.conftest import random_model
+from tests.recording import OpRecorder
+from tests.serving.in_process import (
+    COLUMNS,
+    HIDDEN,
+    ONE_RANK,
+    RAW,
+    ROWS,
+    SLOTS,
+    VOCAB,
+    Target,
+    decode_of,
+    prefill_of,
+)
+
+HERE = "tests.serving.start.test_build"
+
+
+class Watching(StepObserver):
+    def __init__(self, target_worker: Any) -> None:
+        self.target_worker = target_worker
+
+
+def recorded(target_worker: Any) -> Extension:
+    return Extension(recorder=OpRecorder, observer=Watching(target_worker))
+
+
+def not_an_extension(target_worker: Any) -> int:
+    return 3
+
+
+def broken(target_worker: Any) -> Extension:
+    raise AttributeError("of the extension's own code")
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set values that SGLang has in a scheduler process."""
+    embedding = torch.randn(VOCAB, HIDDEN)
+    head = TargetHead(lambda ids: embedding[ids], lambda x: x @ embedding.T)
+    for name, made in (
+        ("target_head", head),
+        ("metric_labels", None),
+        ("install_late", None),
+        ("keep_last_hidden_states", None),
+    ):
+        monkeypatch.setattr(build, name, lambda *_, made=made: made)
+    for name, given in (
+        ("table_positions", COLUMNS),
+        ("note_plan", None),
+        ("running_requests_of", 2),
+        ("captured_sizes", (2,)),
+    ):
+        monkeypatch.setattr(build.memory, name, lambda *_, given=given: given)
+    monkeypatch.setattr(build, "get_dp_tp_group", lambda: ONE_RANK)
+    for name, made in (
+        ("tensor_parallel", TensorParallel()),
+        ("draft_kv_dtype", torch.float32),
+        ("attention_backends", {"triton"}),
+        ("make_rollback", None),
+    ):
+        monkeypatch.setattr(decide, name, lambda *_, made=made: made)
+    monkeypatch.setattr(decide, "resolving_view", lambda server_args: server_args)
+    monkeypatch.setattr("sglang_dflash.serving.gpu.graphs.captured_sizes", lambda _most: (2,))
+
+
+def started(kv_tokens: int = SLOTS - 1, allocator: Any = None, **ours: Any) -> Any:
+    """Return the worker after SGLang's three calls."""
+    if allocator is None:
+        allocator = SimpleNamespace(size=kv_tokens, size_full=kv_tokens, page_size=1)
+    model = random_model(RAW).freeze()
+    target: Any = Target(model.config.target_hidden_width, "cpu")
+    target.random_seed = 0
+    target.model_runner = SimpleNamespace(
+        device="cpu",
+        dtype=torch.float32,
+        model=None,
+        sampler=None,
+        model_config=SimpleNamespace(context_len=COLUMNS),
+    )
+    given: Any = SimpleNamespace(
+        device="cpu",
+        enable_deterministic_inference=False,
+        disaggregation_mode="null",
+        enable_hierarchical_cache=False,
+        speculative_num_draft_tokens=None,
+        speculative_dflash_block_size=None,
+        speculative_draft_window_size=7,
+        speculative_draft_sink_size=None,
+        speculative_draft_attention_backend=None,
+        max_running_requests=2,
+    )
+    ours = {"width": "fixed", **ours}
+    setattr(given, ATTRIBUTE, {f"speculative_dflash_{k}": v for k, v in ours.items()})
+    worker: Any = DFlashSpecWorker(
+        server_args=given, gpu_id=0, nccl_port=0, target_worker=target, load_draft=lambda **_: model
+    )
+    table = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS).int() + 1
+    worker.alloc_memory_pool(
+        req_to_token_pool=SimpleNamespace(size=ROWS - 1, req_to_token=table),
+        token_to_kv_pool_allocator=allocator,
+    )
+    worker.init_cuda_graphs()
+    return worker
+
+
+@pytest.mark.parametrize("entries", [60, 1000], ids=["ring", "direct"])
+def test_every_slot_has_draft_kv_if_sliding_layers_have_a_pool(entries: int) -> None:
+    """A smaller one (gpt-oss, Gemma 4): slots are numbers of the other."""
+    sliding = 40
+    pool = SWAKVPool(
+        SLOTS - 1,
+        sliding,
+        1,
+        torch.float32,
+        1,
+        8,
+        [0],
+        [1],
+        "cpu",
+        token_to_kv_pool_class=CpuKVPool,
+    )
+    allocator = SWATokenToKVPoolAllocator(
+        SLOTS - 1, sliding, 1, torch.float32, "cpu", pool, need_sort=False
+    )
+    assert allocator.size == sliding
+    for _ in range(4):
+        slots = allocator.alloc(20)
+        allocator.free_swa(slots)
+    assert slots.min() > sliding
+    worker = started(allocator=allocator, draft_kv_tokens=entries)
+    (group,) = worker.dflash.drafter.groups
+    assert isinstance(group.cache, RingKVCache) == (entries < SLOTS)
+    drafter, table = worker.dflash.drafter, torch.zeros(2, COLUMNS, dtype=torch.int32)
+    table[1, : len(slots)] = slots
+    width = drafter.model.config.target_hidden_width
+    drafter.absorb(torch.randn(len(slots), width), torch.arange(len(slots)), slots)
+    requests = RequestSlots(table, torch.tensor([1]), torch.tensor([len(slots)]), len(slots))
+    assert drafter.propose(torch.tensor([3]), requests).shape == (1, worker.dflash.verify_block)
+
+
+def test_the_models_dtype_is_judged_before_the_draft_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(dtype: torch.dtype, device: torch.device) -> None:
+        raise ConfigError("--dtype", (dtype, device.type))
+
+    monkeypatch.setattr(decide, "check_model_dtype", refuses)
+    monkeypatch.setattr(decide, "draft_ops", lambda _: pytest.fail("loads the draft"))
+    with pytest.raises(ConfigError) as refused:
+        started()
+    assert refused.value.value == (torch.float32, "cpu")
+
+
+def test_a_backend_that_cannot_read_the_draft_kv_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = decide.ATTENTION
+    of_fp8 = replace(rows["torch"], capabilities=Capabilities(kv_dtypes=frozenset()))
+    monkeypatch.setattr(decide, "ATTENTION", {"first": of_fp8, **rows})
+    assert started().dflash.figures.report()["draft_attention"] == "torch"
+
+
+def test_what_a_flashinfer_target_drafts_with_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    started()
+    assert "FlashInfer" not in caplog.text
+    monkeypatch.setattr(decide, "attention_backends", lambda: {"flashinfer"})
+    started()
+    assert caplog.text.count("the target attends by FlashInfer, the draft by torch") == 1
+
+
+@pytest.mark.parametrize("extension", [None, f"{HERE}:recorded"])
+def test_a_started_worker_serves(extension: str | None) -> None:
+    worker = started(extension=extension, draft_kv_tokens=60)
+    lengths = [9, 14]
+    worker.forward_batch_generation(prefill_of([0, 0], lengths))
+    result = worker.forward_batch_generation(decode_of(lengths))
+    assert result.accept_lens.tolist() != [] and result.next_draft_input is not None
+    assert worker.block_penalties is worker.dflash.target_tokens.penalties
+    drafter, report, observer = worker.dflash.drafter, worker.report(), worker.dflash.observer
+    assert getattr(observer, "target_worker", None) is (extension and worker.target_worker)
+    assert isinstance(drafter.groups[0].cache, RingKVCache) and report["draft_kv_entries"] == 60
+    assert isinstance(drafter, GraphedDrafter) == (extension is not None)
+    assert report.get("draft_graph_proposals", 1) == 1
+    assert report["decode_steps"] == 1 and report["draft_kv_live_share"] > 0
+    worker.clear_cache_pool()
+    assert worker.report()["draft_kv_live_share"] == 0
+
+
+def test_a_pool_without_room_is_refused() -> None:
+    """In a scheduler process the same error ends the server (`test_refusal.py`)."""
+    with pytest.raises(ConfigError) as refused:
+        started(kv_tokens=15)
+    assert refused.value.value == RAW["block_size"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_module_here:f", "cannot be imported"),
+        (f"{HERE}:gone", "cannot be imported"),
+        (HERE, "give MODULE:FUNCTION"),
+        (f"{HERE}:not_an_extension", "returned a int, not an Extension"),
+    ],
+)
+def test_what_is_no_extension_is_refused_by_name(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_extension(path, None)
+    assert (refused.value.field, refused.value.value) == ("extension", path)
+
+
+def test_an_error_inside_the_extension_is_its_own() -> None:
+    with pytest.raises(AttributeError, match="of the extension's own code"):
+        load_extension(f"{HERE}:broken", None)

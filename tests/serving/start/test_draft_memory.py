@@ -1,0 +1,375 @@
+"""The drafter's memory beside weights and K/V: what is reserved is what is allocated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.configs import qwen3_next
+from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from experiments.launches import Scene, counted
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.drafting.attention.backend import Backend
+from sglang_dflash.drafting.attention.capabilities import Capabilities, split_bytes
+from sglang_dflash.drafting.attention.paged import PagedAttention
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.options import PLAIN_STEPS, Options
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.pending_context import PendingContext
+from sglang_dflash.drafting.width import WidthPolicy
+from sglang_dflash.memory.draft_memory import (
+    DraftMemory,
+    NarrowForwards,
+    draft_memory,
+    narrow_width_bytes,
+)
+from sglang_dflash.memory.sizes import BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT
+from sglang_dflash.serving.gpu.backends import ATTENTION
+from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
+from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay
+from sglang_dflash.serving.kv_transfer.host_tier import HostTier
+from sglang_dflash.serving.start import memory
+from sglang_dflash.serving.start.memory import plan_memory, size_state_pool
+from sglang_dflash.serving.start.plan import Plan
+from sglang_dflash.tools.gpu_check.drafters import random_head, random_model
+from sglang_dflash.tools.gpu_check.floors import config_of
+from tests.conftest import raw_config
+from tests.drafting.test_paged_attention import plain_kernel
+from tests.recording import OpRecorder
+
+# Two groups of layers, the first and the last of them in one.
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 200,
+}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+RUNNING, POSITIONS = 5, 3000
+
+
+@pytest.fixture(autouse=True)
+def _a_gpus_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("dflash_kernels.draft_attention", "sglang_dflash.serving.start.plan"):
+        monkeypatch.setattr(f"{module}.processors_of", lambda _: 132)
+
+
+BACKENDS = {
+    "torch": ATTENTION["torch"],
+    "triton": replace(
+        ATTENTION["triton"], capabilities=Capabilities(capturable=True, workspace=split_bytes)
+    ),
+    "pages": Backend(
+        Capabilities(capturable=True, scratch=True),
+        lambda _, setting: PagedAttention(
+            setting.layers, setting.draft_block, setting.scratch, plain_kernel, setting.holes
+        ),
+    ),
+}
+
+
+def plan_for(
+    backend: str,
+    window: int | None,
+    config: DraftConfig,
+    device: torch.device = CPU,
+    blocks: int = 1,
+) -> Plan:
+    """`blocks`: of the draft's, what a step verifies."""
+    dtype = torch.float32 if device == CPU else torch.bfloat16
+    model = random_model(config, device, dtype)
+    asked = Options(window=window, looks_up=True, verify_block=blocks * config.block_size)
+    options = asked.resolve(config)
+    policy, tp = WidthPolicy(options.verify_block), TensorParallel()
+    return Plan(model, options, policy, BACKENDS[backend], tp, device, dtype, RUNNING)
+
+
+def needs(plan: Plan, recorded: int = 0, widths: Sequence[int] = ()) -> DraftMemory:
+    """Return the memory on a CPU, where narrow widths of the target keep nothing."""
+    return draft_memory(plan.model.config, plan.server(POSITIONS, recorded, NarrowForwards(widths)))
+
+
+REPLAYS: Any = SimpleNamespace(name="replay")
+
+
+def narrow(plan: Plan, widths: Sequence[int]) -> WidthPolicy:
+    """Return a policy of these widths and the whole block."""
+    policy = WidthPolicy(plan.options.verify_block)
+    policy.widths = (*widths, *policy.widths)
+    return policy
+
+
+def drafter_of(plan: Plan, slots: int) -> Drafter:
+    groups = plan.groups(slots - 1, slots, RUNNING, POSITIONS)
+    return Drafter(plan.model, random_head(plan.model), groups, plan.options)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | None) -> None:
+    """FA3 and FA4 have such entries."""
+    plan = plan_for("pages", window, DraftConfig.from_dict(raw_config(**SLIDING)))
+    groups = plan.groups(8999, 9000, RUNNING, POSITIONS)
+    plan.check(groups, RUNNING)
+    assert not any(group.cache.kv.any() for group in groups)
+
+
+@pytest.mark.parametrize("hierarchical", [False, True], ids=["device", "hierarchical"])
+@pytest.mark.parametrize(("window", "blocks"), [(None, 1), (300, 1), (300, 3)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_kept_is_what_was_reserved(
+    backend: str, blocks: int, window: int | None, hierarchical: bool
+) -> None:
+    config = DraftConfig.from_dict(raw_config(**SLIDING))
+    plan = replace(plan_for(backend, window, config, CPU, blocks), hierarchical=hierarchical)
+    tags = (BYTES_PER_ENTRY + 2 * BYTES_PER_TARGET_SLOT) * hierarchical
+    needed = needs(plan, recorded=4)
+    slots = 9000
+    drafter = drafter_of(plan, slots)
+    scratch = workspaces = columns = 0
+    for group in drafter.groups:
+        cache, attention = group.cache, group.attention
+        scratch += cache.kv[cache.num_entries :].nbytes
+        if backend == "triton":
+            kept = (part for part in vars(attention).values() if isinstance(part, torch.Tensor))
+            workspaces += sum(tensor.nbytes for tensor in kept)
+        columns += group.reach.of(POSITIONS)
+        kv, entries = plan.draft_kv(RUNNING)[drafter.groups.index(group)], cache.num_entries
+        assert cache.kv[0].nbytes + tags == kv.token_bytes
+        if group.reach.is_bounded:
+            assert isinstance(cache, RingKVCache) and entries == kv.ring
+            of_entries = cache.tags.owner.nbytes + cache.tags.in_use.nbytes
+            assert of_entries == BYTES_PER_ENTRY * (entries + 1)
+            assert cache.tags.entry_of.nbytes == BYTES_PER_TARGET_SLOT * slots
+    if hierarchical:
+        kept = vars(HostTier(drafter.groups, RUNNING)).values()
+        there = sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor))
+        assert there == BYTES_PER_TARGET_SLOT * slots
+    assert needed.scratch_kv == scratch if not hierarchical else needed.scratch_kv > scratch
+    if backend == "triton":
+        assert needed.attention_workspace == workspaces > 0
+    assert columns == 200 + (POSITIONS if window is None else window)
+    holes = sum(group.reach.of(POSITIONS) for group in drafter.groups if group.cache.has_holes)
+    table = 12 * (columns - holes) + 48 * holes if backend == "pages" else 4 * columns
+    assert needed.slot_tables == RUNNING * table
+    slots_of = torch.zeros(RUNNING + 1, POSITIONS, dtype=torch.int32)
+    if backend == "torch":
+        graphed = GraphedDrafter(drafter, OpRecorder(), slots_of, (1, 4), (64,))
+        assert needed.graph_buffers == graphed.static_bytes
+    assert needs(plan).graph_buffers == 0
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of tensors that were made within it: those alive, and the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.most = 0
+        self._users: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {self._key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and (self._key(x) in self._users or self._key(x) not in given):
+                self._take(x)
+        return result
+
+    def _key(self, x: Tensor) -> int:
+        return x.untyped_storage()._cdata
+
+    def _take(self, x: Tensor) -> None:
+        key, size = self._key(x), x.untyped_storage().nbytes()
+        if key not in self._users:
+            self._users[key] = 0
+            self.alive += size
+            self.most = max(self.most, self.alive)
+        self._users[key] += 1
+        weakref.finalize(x, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key]
+            self.alive -= size
+
+
+@pytest.mark.parametrize(("window", "blocks"), [(None, 1), (1024, 1), (1024, 4)])
+@pytest.mark.parametrize("backend", ["triton", "pages"])
+@pytest.mark.parametrize("shape", ["Qwen3-8B-DFlash-b16", "Qwen3.5-35B-A3B-DFlash"])
+def test_a_step_takes_no_more_than_was_reserved(
+    shape: str, backend: str, window: int | None, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measure proposal and commit of the largest batch on fake tensors, at published shapes."""
+    if backend == "pages":
+        monkeypatch.setitem(
+            BACKENDS,
+            "pages",
+            Backend(
+                Capabilities(scratch=True),
+                lambda _, setting: PagedAttention(
+                    setting.layers, setting.draft_block, setting.scratch,
+                    lambda q, *_: torch.empty_like(q), setting.holes,
+                ),
+            ),
+        )  # fmt: skip
+    with FakeTensorMode(), torch.no_grad():
+        plan = plan_for(backend, window, config_of(f"z-lab/{shape}"), CUDA, blocks)
+        needed = needs(plan)
+        block, config = plan.options.verify_block, plan.model.config
+        drafter = drafter_of(plan, RUNNING * POSITIONS)
+        rows = torch.arange(RUNNING, device=CUDA)
+        known = RequestSlots(
+            torch.zeros(RUNNING, POSITIONS, dtype=torch.int32, device=CUDA), rows, rows, POSITIONS
+        )
+        tokens = torch.arange(RUNNING * block, device=CUDA)
+        hidden = plan.model.fc.weight.new_empty(len(tokens), config.target_hidden_width)
+        alive = Alive()
+        with counted(Scene([POSITIONS] * RUNNING)), alive:
+            drafter.propose(rows, known)
+            proposal, alive.most = alive.most, 0
+            drafter.absorb(hidden, tokens, tokens, keep=tokens > 3)
+    step = needed.logits + needed.activations + needed.slot_tables
+    assert max(proposal, alive.most) <= step
+    # And it is no guess: half of it would not do.
+    assert proposal > needed.logits > 0.3 * step
+
+
+@pytest.mark.parametrize("shape", ["Qwen3-8B-DFlash-b16", "Qwen3.5-35B-A3B-DFlash"])
+def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> None:
+    """Hidden states of plain steps wait until they are absorbed together."""
+    with FakeTensorMode(), torch.no_grad():
+        plan = plan_for("triton", 1024, config_of(f"z-lab/{shape}"), CUDA)
+        needed = needs(plan, widths=(1,))
+        waiting = PendingContext(drafter_of(plan, RUNNING * POSITIONS), plan.waiting_steps)
+        width = plan.model.config.target_hidden_width
+        hidden = plan.model.fc.weight.new_empty(RUNNING, width)
+        rows = torch.arange(RUNNING, device=CUDA)[:, None]
+        alive = Alive()
+        with counted(Scene([POSITIONS] * RUNNING)), alive:
+            for _ in range(PLAIN_STEPS - 1):
+                waiting.add(range(RUNNING), hidden, rows, rows)
+            kept = alive.most
+            waiting.add(range(RUNNING), hidden, rows, rows)
+    assert kept > 0.4 * needed.waiting_hidden
+    assert alive.most <= needed.waiting_hidden + needed.activations
+    assert needs(plan).waiting_hidden == 0
+
+
+@pytest.mark.parametrize(("widths", "device"), [((1, 4), CUDA), ((), CUDA), ((1, 4), CPU)])
+def test_narrower_widths_are_part_of_the_plan_on_a_gpu(
+    widths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "table_positions", lambda context: context)
+    monkeypatch.setattr(memory, "target_has_graphs", lambda _device: True)
+    monkeypatch.setattr(memory, "captured_sizes", lambda most: (1, most))
+    monkeypatch.setattr(memory, "attention_backends", lambda: ("fa3", "fa3"))
+    monkeypatch.setattr(memory, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    with FakeTensorMode():
+        plan = plan_for("triton", 300, DraftConfig.from_dict(raw_config()), device)
+        heads: Any = lambda _ranks: 4  # noqa: E731
+        model_config: Any = SimpleNamespace(
+            context_len=2048, head_dim=16, get_num_attention_heads=heads
+        )
+        of_server = replace(plan, policy=narrow(plan, widths))
+        needed = plan_memory(of_server, model_config).needed
+    forwards = NarrowForwards(widths, {"fa3"}, query_width=64, captured=(1, RUNNING))
+    expected = narrow_width_bytes(
+        forwards,
+        requests=RUNNING,
+        positions=2048,
+        hidden_bytes=2 * plan.model.config.target_hidden_width,
+    )
+    expected *= device == CUDA
+    assert needed.narrow_widths == expected
+    assert (needed.waiting_hidden > 0) == bool(widths)
+
+
+def test_a_server_shows_and_hands_on_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "table_positions", lambda context: context + 20)
+    monkeypatch.setattr(memory, "captured_sizes", lambda most: (1, most - 1))
+    model_config: Any = SimpleNamespace(context_len=2048)
+    plan = plan_for("torch", 300, DraftConfig.from_dict(raw_config()))
+    with caplog.at_level("INFO"):
+        told = plan_memory(replace(plan, recorder=OpRecorder, rollback=REPLAYS), model_config)
+    assert told.needed.total == sum(told.needed) and told.replay and told.recorded
+    assert told.needed.after_graphs(told.recorded) == 0
+    assert told.draft_kv(told.running) == ((3 * 2 * 2 * 16 * 4, (RUNNING + 1) * (300 + 4)),)
+    (line,) = caplog.messages
+    assert line.startswith(
+        "sglang-dflash: reserved beside draft K/V, before the KV pools are sized: "
+    )
+    # 300 tokens and the block of 5 requests, not a chunk of 64 MiB.
+    assert "attention workspace 1.0, graph buffers 0.0, logits" in line
+    # Eager steps allocate when they run.
+    eager = plan_memory(plan, model_config)
+    later = eager.needed.after_graphs(eager.recorded)
+    assert later == eager.needed.logits + eager.needed.activations and not eager.replay
+    assert eager.needed.waiting_hidden == eager.needed.graph_buffers == 0
+
+
+def test_what_waits_is_absorbed_beside_the_recorded_steps() -> None:
+    """A recorded step has memory of its own."""
+    plan = plan_for("torch", None, DraftConfig.from_dict(raw_config()))
+    needed = needs(plan, recorded=RUNNING, widths=(1,))
+    assert needed.after_graphs(recorded=True) == needed.waiting_hidden + needed.activations
+    assert needed._replace(waiting_hidden=0).after_graphs(recorded=True) == 0
+
+
+HYBRID = Qwen3NextConfig(
+    num_hidden_layers=4, full_attention_interval=4, linear_conv_kernel_dim=4,
+    linear_key_head_dim=8, linear_value_head_dim=16,
+    linear_num_key_heads=2, linear_num_value_heads=6,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_replay_keeps_is_reserved_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state pool and the drafter together reserve what a real pool and recording take."""
+    monkeypatch.setattr(memory, "table_positions", lambda context: context)
+    monkeypatch.setattr(qwen3_next, "linear_attn_tp_size", lambda: 1)
+    plan = plan_for("torch", None, DraftConfig.from_dict(raw_config()))
+    block, params = plan.options.verify_block, HYBRID.mamba2_cache_params
+    spec = SimpleNamespace(speculative_num_draft_tokens=block)
+    monkeypatch.setattr(memory, "get_spec", lambda: spec)
+    schedule = SimpleNamespace(max_running_requests=RUNNING)
+    monkeypatch.setattr(memory, "get_schedule", lambda: schedule)
+    model: Any = SimpleNamespace(context_len=2048, dtype=dtype)
+    snapshots, replays = (plan_memory(replace(plan, rollback=of), model) for of in (None, REPLAYS))
+    configurator = SimpleNamespace(
+        is_draft_worker=False, spec_aux_config=SimpleNamespace(plan=replays), model_config=model,
+        spec_algorithm=SpeculativeAlgorithm.DFLASH, mambaish_config=HYBRID, attn_dp_size=1,
+    )  # fmt: skip
+    monkeypatch.setattr(memory, "_splits_by_default", lambda _: False)
+    by_pool = 2**30 * (1 - size_state_pool(lambda _, rest_gb: rest_gb, configurator, 1.0))
+
+    pool = ReplayPool(
+        size=9, spec_state_size=RUNNING, cache_params=params, mamba_layer_ids=params.layers,
+        device="cpu", speculative_num_draft_tokens=block,
+    )  # fmt: skip
+    requests: Any = SimpleNamespace(
+        size=RUNNING, mamba_pool=pool, mamba2_layer_index=params.layers.index
+    )
+    gate, slots = torch.zeros(RUNNING * block, 6, dtype=dtype), torch.arange(RUNNING)
+    for index in params.layers:
+        layer = SimpleNamespace(layer_id=index)
+        pool.recording.record(requests, layer, gate, gate, slots, block)
+    kept = Replay(SimpleNamespace(req_to_token_pool=requests), TORCH_OPS).scratch_bytes
+    # A single number stands for the snapshots.
+    kept -= pool.mamba_cache.intermediate_ssm.untyped_storage().nbytes()
+    assert by_pool + replays.needed.total - snapshots.needed.total == kept

@@ -1,0 +1,97 @@
+"""Targets whose class in SGLang gives a DFLASH worker no hidden states are refused at start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.models import minicpmv
+from sglang.srt.models.registry import ModelRegistry
+
+from sglang_dflash.checkpoint.published import shipped
+from sglang_dflash.checkpoint.target_classes import METHOD, TARGETS, check_target_class
+from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.serving.start import choose_worker
+from sglang_dflash.tools import cli
+from tests.broken_drafts import PAIR, server_flags
+
+BUILTIN = ["--speculative-dflash-worker", "builtin"]
+
+
+def test_the_table_is_sglangs() -> None:
+    classes = ModelRegistry.models
+    served = {name for name in classes if hasattr(classes[name], METHOD)}
+    forwarding = {name for name in classes if issubclass(classes[name], minicpmv.MiniCPMV)}
+    assert served < TARGETS < served | forwarding
+    # Classes that make an object of another class, by the version in the config.
+    made = {version: hasattr(of, METHOD) for version, of in minicpmv._SUPPORT_VERSION.items()}
+    assert made == {(2, 6): False, (4, 0): False, (4, 5): False, (4, 6): True, (4, 7): True}
+    assert forwarding - TARGETS == {"MiniCPMV"}
+
+
+def test_published_targets_are_in_it() -> None:
+    named = [facts for facts in shipped("target").values() if "architectures" in facts.config]
+    assert len(named) > 3
+    for facts in named:
+        check_target_class(facts.name, facts.config["architectures"])
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Callable[..., str]:
+    def make(*architectures: str) -> str:
+        folder = Path(shutil.copytree(PAIR.target, tmp_path / "target"))
+        raw = json.loads((folder / "config.json").read_text())
+        raw["architectures"] = architectures
+        (folder / "config.json").write_text(json.dumps(raw))
+        return str(folder)
+
+    return make
+
+
+@pytest.mark.parametrize("worker", [[], BUILTIN], ids=["ours", "builtin"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen2ForCausalLM", "Gemma3ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM",
+        "Glm4MoeForCausalLM", "Mistral3ForConditionalGeneration", "NoneSuchForCausalLM",
+    ],
+)  # fmt: skip
+def test_a_target_that_no_worker_can_serve_is_refused(
+    name: str,
+    worker: list[str],
+    target: Callable[..., str],
+    resolve: Callable[[list[str]], Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is refused before its weights are loaded, in one line, and by `inspect`, too."""
+    folder = target(name)
+    with pytest.raises(ConfigError) as refused:
+        resolve(server_flags(*worker, target=folder))
+    line = str(refused.value)
+    assert line == (
+        f"--model-path: {folder!r}; SGLang's class for ['{name}'] has no {METHOD}: no DFLASH "
+        "worker, SGLang's included, can serve it with a draft"
+    )
+    capsys.readouterr()
+    assert cli.main(["inspect", folder, str(PAIR.draft), "--offline"]) == 1
+    assert capsys.readouterr().err.strip() == line.replace("--model-path", "sglang-dflash: TARGET")
+
+
+def test_transformers_classes_are_refused(resolve: Callable[[list[str]], Any]) -> None:
+    with pytest.raises(ConfigError, match=f"--model-impl: 'transformers'; its .* no {METHOD}"):
+        resolve(server_flags("--model-impl", "transformers"))
+
+
+@pytest.mark.parametrize("names", [["Qwen3ForCausalLM"], ["NoneSuch", "Qwen3ForCausalLM"]])
+def test_a_class_of_a_plugin_is_judged_by_the_registry(
+    names: list[str],
+    target: Callable[..., str],
+    resolve: Callable[[list[str]], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choose_worker, "TARGETS", frozenset())
+    resolve(server_flags(target=target(*names)))

@@ -1,0 +1,253 @@
+"""Changes of SGLang's batch by our worker: a forward's preparation leaves it as it was, even if it
+fails; KV slots are reserved anew only if a block might not fit in what is reserved; and the pool
+is used up to its last slot."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_dflash.serving.step import batch as ours
+from tests.patches.originals import original
+
+BLOCK = 8
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_verify_forward_leaves_the_lengths_as_they_were(
+    on_host: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The preparation counts the block in; without host lengths it has what is reserved."""
+    reserved = SimpleNamespace(nxt_kv_lens_cpu=torch.tensor([13, 17]), nxt_kv_lens_sum=30)
+    batch: Any = SimpleNamespace(
+        seq_lens_cpu=torch.tensor([5, 9]) if on_host else None,
+        seq_lens_sum=14 if on_host else None,
+        out_cache_loc=None,
+        spec_info=reserved,
+    )
+    before, found = (batch.seq_lens_cpu, batch.seq_lens_sum), []
+
+    def prepare_for_verify(_self: Any, batch: Any, _worker: Any) -> tuple[str, None]:
+        found.append((batch.seq_lens_cpu.tolist(), batch.seq_lens_sum))
+        if fails:
+            raise RuntimeError("no memory")
+        return "forward", None
+
+    monkeypatch.setattr(ours.DFlashVerifyInput, "prepare_for_verify", prepare_for_verify)
+    block = torch.zeros(2, 4, dtype=torch.int64)
+    if fails:
+        with pytest.raises(RuntimeError, match="no memory"):
+            ours.verify_batch(batch, None, block, block, block)
+    else:
+        assert ours.verify_batch(batch, None, block, block, block) == "forward"
+    assert found == [([9, 13], 22) if on_host else ([13, 17], 30)]
+    assert batch.seq_lens_cpu is before[0] and batch.seq_lens_sum == before[1]
+
+
+class Pool:
+    """Stands in for SGLang's pool: an allocator of `free` slots, in pages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int = 10_000, page: int = 1) -> None:
+        self.free, self.page_size, self.count = free, page, 0
+        spec = SimpleNamespace(speculative_num_draft_tokens=BLOCK)
+        monkeypatch.setattr(ours, "get_spec", lambda: spec)
+        monkeypatch.setattr(ours, "alloc_for_spec_decode", self.reserve)
+
+    def available_size(self) -> int:
+        return self.free
+
+    def check_decode_capacity(self, *, num_tokens: int, tree_cache: Any) -> bool:
+        return num_tokens <= self.free
+
+    def reserve(
+        self, _tree: Any, _table: Any, *, reqs: Any, num_needed_tokens: int, **lengths: Any
+    ) -> None:
+        assert num_needed_tokens <= self.free
+        self.free -= num_needed_tokens
+        self.count += 1
+        now, then = (lengths[f"{name}_kv_lens_cpu"].tolist() for name in ("cur", "nxt"))
+        assert now == [request.kv.kv_allocated_len for request in reqs]
+        assert sum(then) - sum(now) == num_needed_tokens
+        for request, length in zip(reqs, then, strict=True):
+            assert length % self.page_size == 0
+            request.kv.kv_allocated_len = length
+
+    def prefill(self, request: Any) -> None:
+        request.kv.kv_committed_len = request.length
+        request.kv.kv_allocated_len = pages_of(request.length, self.page_size)
+        self.free -= request.kv.kv_allocated_len
+        assert self.free >= 0
+
+    def release(self, request: Any) -> int:
+        self.free += request.kv.kv_allocated_len
+        request.kv.kv_allocated_len = request.kv.kv_committed_len = 0
+        return 1
+
+
+def pages_of(tokens: int, page: int) -> int:
+    return -(-tokens // page) * page
+
+
+def request_of(committed: int, allocated: int, new: int = 1000) -> Any:
+    """Make a request with `committed` tokens in `allocated` slots; its last new one needs none."""
+    return SimpleNamespace(
+        kv=SimpleNamespace(kv_committed_len=committed, kv_allocated_len=allocated),
+        origin_input_ids=[0] * committed,
+        sampling_params=SimpleNamespace(max_new_tokens=new),
+        decode_batch_idx=3,
+        length=committed,
+        longest=committed + new - 1,
+    )
+
+
+def running_batch(pool: Pool, requests: list[Any]) -> Any:
+    return SimpleNamespace(
+        reqs=requests,
+        device="cpu",
+        maybe_evict_swa=lambda: None,
+        token_to_kv_pool_allocator=pool,
+        tree_cache=None,
+        req_to_token_pool=None,
+        req_pool_indices=None,
+        spec_info=None,
+    )
+
+
+def input_after(width: int, requests: int = 2) -> ours.DraftInput:
+    some = torch.ones(requests, dtype=torch.int64)
+    return ours.draft_input(some, some, width)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_step_writes_reserved_slots_only(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random widths; under overlap the host knows lengths one step later."""
+    pool, rng = Pool(monkeypatch), np.random.default_rng(0)
+    length = [20, 33]
+    batch, step = running_batch(pool, [request_of(n, n) for n in length]), input_after(0)
+    for _ in range(500):
+        step.prepare_for_decode(batch)
+        assert step.ends is None
+        width = int(rng.choice([1, 1, 1, 4, BLOCK]))
+        known = list(length)
+        for i, request in enumerate(batch.reqs):
+            assert length[i] + width < request.kv.kv_allocated_len
+            length[i] += int(rng.integers(1, width + 1))
+            request.kv.kv_committed_len = known[i] if overlap else length[i]
+        step = input_after(width if overlap else 0)
+    assert 50 < pool.count < 400
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("requests", [1, 2])
+def test_answers_that_just_fit_take_the_whole_pool(
+    requests: int, page: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pool with a slot for every token but the answers' last, as plain decoding needs, no step
+    commits a token without a slot, and the next one always has one; whatever steps commit, and
+    however late the host knows. Only two requests may take each other's: SGLang then retracts one,
+    and resumes it once there is room."""
+    rng, retracted = np.random.default_rng(10 * requests + page), 0
+    for _ in range(60):
+        # An answer of one token ends with its prefill.
+        jobs = [(int(rng.integers(1, 40)), int(rng.integers(2, 60))) for _ in range(requests)]
+        sizes = [pages_of(n + new - 1, page) for n, new in jobs]
+        # SGLang admits a second request before there is room for the whole of its answer, too.
+        tight = int(rng.integers(0, 1 + min(sizes) // page)) * page if requests == 2 else 0
+        pool = Pool(monkeypatch, sum(sizes) - tight, page)
+        running: list[Any] = []
+        waiting = [request_of(n, 0, new) for n, new in jobs]
+        step = input_after(0, 0)
+        for _ in range(500):
+            if not running and not waiting:
+                break
+            # SGLang admits what fits beside the rest of the answers that run.
+            rest = sum(pages_of(r.longest, page) - r.kv.kv_allocated_len for r in running)
+            rest = max(rest - tight, 0)
+            if (
+                waiting
+                and pool.free - rest >= pages_of(waiting[0].longest, page) - tight
+                and (pool.free >= pages_of(waiting[0].length + 1, page))
+            ):
+                running.append(waiting.pop(0))
+                pool.prefill(running[-1])
+            batch = running_batch(pool, running)
+            batch.spec_info = step
+            if ours.slots_for_next_step(batch, running, page) > pool.free:
+                assert len(running) == 2
+                running.sort(key=lambda request: -request.length)
+                waiting.append(running.pop())
+                retracted += pool.release(waiting[-1])
+            step.prepare_for_decode(batch)
+            for request in running:
+                end = request.kv.kv_allocated_len
+                # Of the bonus token, which the step writes whatever the host knows.
+                assert request.length < end
+                most = BLOCK if step.ends is None else max(1, end - 1 - request.length)
+                request.kv.kv_committed_len = request.length
+                # Whole blocks in a row, most of the time.
+                least = min(BLOCK, most) if rng.random() < 0.7 else 1
+                request.length += int(rng.integers(least, min(BLOCK, most) + 1))
+                request.length = min(request.length, request.longest)
+                assert request.length <= end
+                if not overlap:
+                    request.kv.kv_committed_len = request.length
+            for request in [r for r in running if r.length == r.longest]:
+                running.remove(request)
+                pool.release(request)
+            step = input_after(BLOCK if overlap else 0, len(running))
+        assert not running and not waiting
+    assert retracted <= 60 * (requests - 1)
+
+
+def test_sglang_asks_for_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does for a step of a request whose answer needs no more than one slot."""
+    name = "_new_tokens_required_next_decode_spec_v2"
+    theirs = original(f"sglang.srt.managers.schedule_batch.ScheduleBatch.{name}")
+    monkeypatch.setitem(theirs.__globals__, "get_alloc_reserve_per_decode", lambda: 2 * BLOCK)
+    batch = running_batch(Pool(monkeypatch), [request_of(20, 20)])
+    assert theirs(batch, batch.reqs, 1) == 2 * BLOCK
+    for in_flight, slots in ((0, 1), (BLOCK, 2)):
+        batch.spec_info = input_after(in_flight, 1)
+        assert ours.slots_for_next_step(batch, batch.reqs, 1) == slots
+    assert ours.slots_for_next_step(batch, batch.reqs, 16) == 12
+
+
+def test_steps_without_drafts_reserve_once_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(monkeypatch)
+    batch = running_batch(pool, [request_of(20, 20)])
+    for _ in range(8 * BLOCK):
+        input_after(1, 1).prepare_for_decode(batch)
+        batch.reqs[0].kv.kv_committed_len += 1
+    assert pool.count == pytest.approx(8, abs=1.5)
+
+
+def test_what_is_reserved_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that SGLang's method leaves behind: without reserving, and if a block ends beyond what is
+    left."""
+    for free, reserved, ends in ((0, [36, 46], None), (3, [24, 33], [25, 35])):
+        pool, step = Pool(monkeypatch, free), input_after(1)
+        batch = running_batch(pool, [request_of(20, reserved[0]), request_of(30, reserved[1])])
+        step.prepare_for_decode(batch)
+        assert pool.count == (ends is not None)
+        assert batch.seq_lens_cpu.tolist() == [20, 30] and batch.seq_lens_cpu.dtype == torch.int64
+        assert batch.seq_lens_sum == 50
+        longest = [30, 40] if ends else [36, 46]
+        assert step.nxt_kv_lens_cpu is not None and step.nxt_kv_lens_cpu.tolist() == longest
+        assert step.nxt_kv_lens_cpu.dtype == torch.int32 and step.nxt_kv_lens_sum == sum(longest)
+        assert [request.decode_batch_idx for request in batch.reqs] == [4, 4]
+        assert (None if step.ends is None else step.ends.tolist()) == ends
+
+
+def test_a_merged_batch_expects_the_wider_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, step = Pool(monkeypatch), input_after(1, 1)
+    step.merge_batch(input_after(BLOCK, 1))
+    step.prepare_for_decode(running_batch(pool, [request_of(20, 35), request_of(30, 45)]))
+    assert pool.count == 1

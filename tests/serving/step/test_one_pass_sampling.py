@@ -1,0 +1,165 @@
+"""Samples of whole distributions, in one pass over the target's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from dflash_kernels.draft_ops import TritonOps
+from sglang.srt.layers import sampler as sglangs
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from experiments.launches import Scene, bytes_of, counted
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32
+from sglang_dflash.serving.start import build
+from sglang_dflash.serving.step.sampling import Ranks
+from sglang_dflash.serving.step.seeded_sampling import sample_by_token_id
+from sglang_dflash.serving.step.target_tokens import TargetTokens
+from tests.reliability.test_block_rows import no_penalties, output_of, sampling_info
+from tests.serving.in_process import ONE_RANK
+
+VOCABULARY, BLOCK = 97, 4
+UNFILTERED: dict[str, Any] = {
+    "need_top_k_sampling": False, "need_top_p_sampling": False, "need_min_p_sampling": False,
+    "top_ks": torch.tensor([TOP_K_ALL, TOP_K_ALL]),
+}  # fmt: skip
+# A greedy request, as SGLang has it.
+WITH_GREEDY: dict[str, Any] = {
+    **UNFILTERED, "need_top_k_sampling": True, "top_ks": torch.tensor([TOP_K_ALL, 1]),
+    "temperatures": torch.tensor([[0.5], [1.0]]),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sglangs, "murmur_hash32", murmur_hash32)
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class Sampler:
+    """SGLang's rules, for seeded requests. Counts its calls."""
+
+    calls = 0
+
+    def __call__(self, output: Any, info: Any, *rest: Any) -> Tensor:
+        self.calls += 1
+        probs = (output.next_token_logits / info.temperatures).softmax(-1)
+        return sample_by_token_id(None, self, probs, info, rest[-1], True)[0]
+
+    def _sync_token_ids_across_tp(self, *_: Any) -> None:
+        pass
+
+
+def batch_of(info: Any) -> Any:
+    params = [SimpleNamespace(top_k=int(k)) for k in info.top_ks]
+    return SimpleNamespace(
+        has_grammar=False,
+        sampling_info=info,
+        return_logprob=False,
+        reqs=[SimpleNamespace(sampling_params=one) for one in params],
+    )
+
+
+def test_they_are_those_of_sglangs_sampler() -> None:
+    """The same noise: for many seeds, positions and temperatures."""
+    sampler = Sampler()
+    ours = TargetTokens(sampler, Ranks(ONE_RANK), no_penalties(), TorchOps().largest)
+    theirs = TargetTokens(sampler, Ranks(ONE_RANK), no_penalties())
+    rows = 50
+    info = sampling_info(
+        **UNFILTERED | {"top_ks": torch.full((rows,), TOP_K_ALL)},
+        sampling_seed=torch.randint(-(2**62), 2**62, (rows,)),
+        temperatures=torch.rand(rows, 1) + 0.2,
+        top_ps=torch.ones(rows), min_ps=torch.zeros(rows),
+    )  # fmt: skip
+    positions = torch.randint(0, 5000, (rows, 1)) + torch.arange(BLOCK)
+    logits, drafts = torch.randn(rows * BLOCK, VOCABULARY), torch.zeros(rows, BLOCK).long()
+    found = [
+        one(batch_of(info), output_of(logits.clone()), drafts, positions, lambda: None)
+        for one in (ours, theirs)
+    ]
+    assert sampler.calls == 1 and torch.equal(*found)
+    assert (found[0].flatten() != logits.argmax(-1)).float().mean() > 0.3
+
+
+@pytest.mark.parametrize(
+    ("changes", "calls"),
+    [
+        (UNFILTERED, 0),
+        (WITH_GREEDY, 0),
+        ({}, 1),
+        ({**UNFILTERED, "need_top_k_sampling": True, "top_ks": torch.tensor([TOP_K_ALL, 5])}, 1),
+        ({**UNFILTERED, "need_top_p_sampling": True}, 1),
+        ({**UNFILTERED, "need_min_p_sampling": True}, 1),
+        ({**UNFILTERED, "sampling_mask_batch_indices": torch.tensor([0])}, 1),
+    ],
+)
+def test_which_batches_they_are_of(changes: dict[str, Any], calls: int) -> None:
+    given: list[Tensor] = []
+
+    class Noted(Sampler):
+        def __call__(self, output: Any, *_: Any) -> Tensor:
+            self.calls += 1
+            return output.next_token_logits.argmax(-1)
+
+    def largest(logits: Tensor, *of: Any) -> tuple[Tensor, Tensor]:
+        given.append(logits.clone())
+        return TorchOps().largest(logits, *of)
+
+    sampler = Noted()
+    tokens = TargetTokens(sampler, Ranks(ONE_RANK), no_penalties(), largest)
+    logits, block = torch.randn(2 * BLOCK, VOCABULARY), torch.zeros(2, BLOCK).long()
+    batch, output = batch_of(sampling_info(**changes)), output_of(logits.clone())
+    found = tokens(batch, output, block, block, lambda: None)
+    assert sampler.calls == calls and len(given) == 1 - calls
+    if not calls:
+        # What is still computed from them, such as log-probabilities, needs no copy.
+        assert torch.equal(output.next_token_logits, logits)
+    if changes is WITH_GREEDY:
+        assert found[1].tolist() == logits[BLOCK:].argmax(-1).tolist()
+
+
+def test_logits_are_read_once() -> None:
+    """64 requests of 16 tokens, and the vocabulary of Qwen3.5: a gigabyte."""
+    rows, width, vocabulary = 64, 16, 248_320
+    with FakeTensorMode(), torch.device("cuda"):
+        info = sampling_info(
+            **UNFILTERED | {"top_ks": torch.ones(rows, dtype=torch.int32)},
+            sampling_seed=torch.zeros(rows, dtype=torch.int64),
+            temperatures=torch.ones(rows, 1), top_ps=torch.ones(rows), min_ps=torch.zeros(rows),
+        )  # fmt: skip
+        tokens = TargetTokens(Sampler(), Ranks(ONE_RANK), no_penalties(), TritonOps().largest)
+        logits = torch.empty(rows * width, vocabulary)
+        block = torch.zeros(rows, width, dtype=torch.int64)
+        batch: Any = SimpleNamespace(sampling_info=info, return_logprob=False, reqs=[])
+        with counted(Scene([])) as found:
+            tokens(batch, output_of(logits), block, block, lambda: None)
+    assert bytes_of(found) < 1.01 * logits.nbytes
+    assert len(found) < 10
+
+
+def test_deterministic_inference_has_sglangs_own() -> None:
+    """It promises the tokens of SGLang alone; on a CPU they are SGLang's anyway."""
+    gpu, on, off = TritonOps(), made(sglangs.Sampler, True), made(sglangs.Sampler, False)
+    assert build.fused_sampler(gpu, on) is None and build.fused_sampler(TorchOps(), off) is None
+    assert build.fused_sampler(gpu, off) == gpu.largest
+
+
+def test_a_sampler_of_the_operators_own_samples() -> None:
+    """SGLang makes it of `register_sampler_backend`."""
+    own = type("Own", (sglangs.Sampler,), {})
+    assert build.fused_sampler(TritonOps(), made(own, False)) is None
+
+
+def made(kind: Any, is_deterministic: bool) -> Any:
+    """Make a sampler without a server's settings, which it reads when it is made."""
+    found = kind.__new__(kind)
+    found.__dict__["enable_deterministic"] = is_deterministic
+    return found

@@ -1,0 +1,153 @@
+"""`sglang-dflash inspect` reads a server's launch command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash.serving.start.server_flags import rows
+from sglang_dflash.tools import cli
+from sglang_dflash.tools.inspect import launch_command
+from tests.broken_drafts import BROKEN, server_flags
+from tests.tools.inspect.pairs import inspected
+
+CODE = BROKEN["field: code"]
+TARGET, DRAFT = "Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash"
+COMMAND = (
+    f"python -m sglang.launch_server --model-path {TARGET} --speculative-algorithm DFLASH "
+    f"--speculative-draft-model-path {DRAFT} --speculative-num-draft-tokens 8 --tp-size=2 "
+    "--attention-backend triton --mem-fraction-static 0.75 --mamba-scheduler-strategy extra_buffer "
+    "--speculative-dflash-width adaptive --speculative-draft-attention-backend torch_native "
+    "--kv-cache-dtype fp8_e4m3 --max-running-requests 8 --context-length 65536 "
+    "--speculative-dflash-draft-window-size 4096 --trust-remote-code"
+).split()
+OURS = (
+    f"{TARGET} {DRAFT} --block-size 8 --tp-size 2 --mem-fraction 0.75 --kv-dtype fp8_e4m3 "
+    "--max-running-requests 8 --context-length 65536 --window 4096 "
+    "--width adaptive --attention-backend triton --draft-attention-backend torch"
+).split()
+
+
+def test_a_pasted_command_gives_the_figures_of_our_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    expected = inspected(capsys, *OURS)
+    ways = (
+        ["--offline", "--json", "--", *COMMAND],
+        # Without the program, and its flags directly.
+        ["--offline", "--json", "--", *COMMAND[3:]],
+        [*COMMAND[3:], "--json", "--offline"],
+    )
+    for words in ways:
+        assert cli.main(["inspect", *words]) == 0
+        assert json.loads(capsys.readouterr().out) == expected
+
+
+def test_flags_that_change_the_figures_and_are_not_reckoned_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*COMMAND, "--dp-size", "2", "--quantization=w8a8_int8"]
+    assert cli.main(["inspect", "--offline", "--", *words]) == 0
+    told = "warning: not part of the arithmetic: --dp-size 2, --quantization w8a8_int8"
+    assert told in capsys.readouterr().out
+
+
+def without(flag: str) -> list[str]:
+    """The command without that flag and its value."""
+    at = COMMAND.index(flag)
+    return COMMAND[:at] + COMMAND[at + 2 :]
+
+
+ALGORITHM, DRAFT_FLAG = "--speculative-algorithm", "--speculative-draft-model-path"
+REFUSED = {
+    "no target": (["sglang", "serve", "--tp-size", "2"], "missing; --model-path"),
+    "no algorithm": (without(ALGORITHM), f"{ALGORITHM}: missing; without"),
+    "another algorithm": ([*COMMAND, ALGORITHM, "EAGLE"], "inspect is about DFLASH"),
+    "a slip in the algorithm": ([*COMMAND, ALGORITHM, "dflahs"], "'dflahs'; did you mean DFLASH?"),
+    "unknown flags": (
+        [*COMMAND, "--speculative-dflash-witdh", "adaptive", "--frobnicate", "3"],
+        "no such flag; did you mean --speculative-dflash-width?; --frobnicate: there is no",
+    ),
+    "a flag of inspect": ([*COMMAND, "--kv-memory-gib", "16"], "--kv-memory-gib: there is no such"),
+    "a word too many": (["sglang", "serve", TARGET, "again", *COMMAND[5:]], "again: more than the"),
+    "an unknown choice": ([*COMMAND, "--kv-cache-dtype", "fp8_e4m"], "did you mean fp8_e4m3?"),
+    "no number": ([*COMMAND, "--tp", "two"], "invalid int value: 'two'"),
+    "a file of flags": ([*COMMAND, "--config", "server.yaml"], "--config: flags of a file are not"),
+    "help": ([*COMMAND, "-h"], "--help: nothing is served"),
+    "Ray": ([*COMMAND, "--use-ray"], "--use-ray: True; leave it out"),
+    "two blocks": (
+        [*COMMAND, "--speculative-dflash-block-size", "4"], "4; but --speculative-num-draft-tokens"
+    ),
+    "an adaptive width": ([*COMMAND, "--enable-lora"], "-width: 'adaptive'; has CUDA graphs"),
+    "a trusted draft": ([*COMMAND, DRAFT_FLAG, TARGET], "with --trust-remote-code, not the target"),
+    "a trusted tokenizer": (
+        [*without(DRAFT_FLAG), "--tokenizer-path", DRAFT], "with --trust-remote-code, not the dra"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_server_would_refuse_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    words, message = REFUSED[what]
+    assert cli.main(["inspect", "--offline", "--", *words]) == 1
+    told = capsys.readouterr()
+    assert message in told.err and told.err.count("\n") == 1 and not told.out
+
+
+def test_a_draft_that_names_its_code_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Our worker and SGLang's refuse it, whatever is trusted of the target."""
+    draft = CODE.make(tmp_path / "draft")
+    command = ["sglang", "serve", *server_flags("--trust-remote-code", draft=draft)]
+    for more in ([], ["--speculative-dflash-worker", "builtin"]):
+        assert cli.main(["inspect", "--", *command, *more]) == 1
+        told = capsys.readouterr()
+        assert CODE.message in told.err and told.err.count("\n") == 1 and not told.out
+
+
+def test_flags_in_short_and_numbers_with_units_are_a_servers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    expected = inspected(capsys, TARGET, DRAFT, "--context-length", "64000", "--tp-size", "2")
+    short = f"--model {TARGET} --speculative-algo dflash --context-len 64k --tensor-parallel 2"
+    serve = f"sglang serve {TARGET} {ALGORITHM} DFLASH --context-length=64k --tp 2"
+    for words in (short.split(), serve.split()):
+        assert cli.main(["inspect", "--offline", "--json", "--", *words]) == 0
+        assert json.loads(capsys.readouterr().out) == expected
+
+
+def test_every_setting_that_is_read_is_a_servers() -> None:
+    names = {row["name"] for row in rows()}
+    assert not {*launch_command.FLAGS, *launch_command.NOT_RECKONED} - names
+
+
+def test_settings_of_sglangs_worker_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, reason in (
+        ("--pp-size 2", "--pp-size above 1"),
+        ("--enable-flexkv", "--enable-flexkv"),
+        ("--enable-dp-attention --dp-size 2", "data-parallel attention (--enable-dp-attention)"),
+        ("--speculative-dflash-worker builtin", "--speculative-dflash-worker builtin"),
+        ("--speculative-draft-model-quantization fp8", "--speculative-draft-model-quantization"),
+    ):
+        assert cli.main(["inspect", "--offline", "--json", "--", *COMMAND, *flags.split()]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["worker"], found["worker_reason"]) == ("builtin", reason)
+    assert launch_command.read([*COMMAND, "--pp-size", "1"]).builtin is None
+
+
+def test_a_draft_attention_backend_that_cannot_serve_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A server refuses it, too; SGLang's worker has others."""
+    flag = "--speculative-draft-attention-backend"
+    words = ["inspect", "--offline", "--", *COMMAND]
+    assert cli.main([*words, flag, "fa3"]) == 1
+    message = "--draft-attention-backend: 'fa3'; serves draft K/V in bfloat16, float16, not in"
+    assert message in capsys.readouterr().err
+    assert cli.main([*words, flag, "flashinfer"]) == 0
+    assert "served by SGLang's" in capsys.readouterr().out

@@ -1,0 +1,57 @@
+"""`inspect` sizes a server: the card's memory in parts, and how many long requests run."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from sglang_dflash.tools.demo_pairs.pairs import demo_pair
+from sglang_dflash.tools.inspect.kv import GIB
+from sglang_dflash.tools.inspect.table import as_table
+from tests.tools.inspect.pairs import inspected, refusal
+
+
+def test_the_memory_sums_to_that_of_the_card(capsys: pytest.CaptureFixture[str]) -> None:
+    """It did not: states stood elsewhere, and what SGLang keeps nowhere."""
+    pair = ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", "--max-running-requests", "8")
+    found = inspected(capsys, *pair)
+    parts = found["memory_bytes"]
+    assert sum(parts.values()) == 80 * GIB and min(parts.values()) > 0
+    # A tenth, and less than a token and a ring's entry.
+    assert 8 * GIB <= parts["left to SGLang"] < 8.01 * GIB
+    assert found["kv_memory_bytes"] - parts["target KV"] - parts["draft KV"] < 1 << 20
+    _, _, table = as_table(found).partition("memory of each GPU")
+    shown = [float(n) for n in re.findall(r" ([\d.]+)$", table.partition("\n\n")[0], re.M)]
+    assert shown[-1] == 80 and round(sum(shown[:-1]), 2) == 80
+    assert max(map(len, as_table(found).splitlines())) <= 80
+
+
+def test_it_tells_how_many_long_requests_run_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", "--max-running-requests", "8")
+    names = [f"requests_at_context{which}" for which in ("", "_unbounded", "_without_draft")]
+    for context, counts, bound in (
+        ("20480", [7, 6, 8], "the KV tokens bound it"),
+        ("1024", [8, 8, 8], "--max-running-requests bounds it"),
+        # A step takes two blocks ahead.
+        (str(157_539 // 2), [1, 1, 2], "the KV tokens bound it"),
+    ):
+        found = inspected(capsys, *pair, "--context", context)
+        assert [found[name] for name in names] == counts and bound in found["at_context"]
+        assert found["at_context"] in " ".join(as_table(found).split())
+    assert inspected(capsys, *pair)["at_context"] is None
+    refused = refusal(capsys, *pair[:2], "--context", "300000")
+    assert "up to 262144 tokens (max_position_embeddings of the draft)" in refused
+    # A server that extends the target's context, by YaRN.
+    dense = ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", "--context", "65536")
+    assert "up to 40960 tokens" in refusal(capsys, *dense)
+    found = inspected(capsys, *dense, "--context-length", "131072")
+    assert [found[name] for name in names] == [5, 5, 6]
+    assert "contexts of 131072 tokens, the draft was made for 40960" in found["warnings"][0]
+    small = demo_pair("dense")
+    own = json.loads((small.target / "config.json").read_text())["max_position_embeddings"]
+    known = inspected(capsys, *map(str, (small.target, small.draft)), "--context-length", "99999")
+    assert f"the target's max_position_embeddings is {own}; " in " ".join(known["warnings"])
+    short = ("--context-length", "8192", "--context", "9000")
+    assert "up to 8192 tokens (--context-length)" in refusal(capsys, *pair[:2], *short)

@@ -1,1 +1,0 @@
-"""Commands that write parts of the documentation from the code."""
