@@ -27,13 +27,13 @@ from sglang_dflash.checkpoint.origin import published_draft
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.common.command_line import setting
 from sglang_dflash.common.errors import ConfigError, Failed
+from sglang_dflash.common.progress import progress_bar
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.tools.bench import load
 from sglang_dflash.tools.bench.arms import arms_of
 from sglang_dflash.tools.bench.compiled import compiled_in, settled
 from sglang_dflash.tools.bench.datasets import Prompt
 from sglang_dflash.tools.bench.load import Answer, Pass
-from sglang_dflash.tools.bench.progress import progress_bar
 from sglang_dflash.tools.bench.server import Server, ServerConfig
 from sglang_dflash.tools.bench.settings import BenchSettings
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.common.command_line import setting
+from sglang_dflash.common.progress import progress_bar
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.sampled_drafts import SampledDrafts
 from sglang_dflash.tools.bench.datasets import encode_turn, load
-from sglang_dflash.tools.bench.progress import progress_bar
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from sglang_dflash.tools.demo_pairs.public_target import KIND
 from sglang_dflash.tools.transformers_loop import load as load_pair

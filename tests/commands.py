@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

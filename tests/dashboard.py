@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).parents[1] / "examples/grafana_dashboard.json"
+from tests import ROOT
+
+FILE = ROOT / "examples/grafana_dashboard.json"
 DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
 # (title, letter) -> expression.
 QUERIES: dict[tuple[str, str], str] = {

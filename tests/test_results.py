@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 FILES = sorted((ROOT / "experiments/results").rglob("*.json"))
 RESULTS = {path.stem: json.loads(path.read_text()) for path in FILES}
 ROWS = re.findall(

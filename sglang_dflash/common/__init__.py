@@ -1,1 +1,2 @@
-"""Errors that a command tells in a line, log lines, and flags from dataclasses. No torch here."""
+"""Errors that a command tells in a line, log lines, progress bars, and flags from dataclasses. No
+torch here."""

@@ -14,8 +14,9 @@ from transformers import Qwen3Config
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.drafting.weights import load_model
+from tests import ROOT
 
-PAGE = (Path(__file__).parents[2] / "docs/training.md").read_text()
+PAGE = (ROOT / "docs/training.md").read_text()
 NETWORK: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "vocab_size": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096,

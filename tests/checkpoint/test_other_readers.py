@@ -15,8 +15,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedCo
 
 from launch.draft_training.start import dflash2_config, draft_config
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
 
 
 class Tokenizer:

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.tools.bench.server import Server
 from sglang_dflash.tools.transformers_loop import chat_tokens
+from tests import ROOT
 from tests.engine import client
 from tests.engine.servers import DFLASH, PAIR
 from tests.engine.session import ServerSession
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 TOKENS = 24
 
 

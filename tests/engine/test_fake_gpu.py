@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.engine.session import ServerSession
 from tests.fake_gpu import servers as g
 
@@ -32,7 +33,7 @@ def test_tests_of_kernels_choose_operations_by_its_device() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.fake_gpu", "pytest", "-q", *tests]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider"],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,

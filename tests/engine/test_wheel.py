@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash.tools.bench.server import Server, ServerConfig
+from tests import ROOT
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

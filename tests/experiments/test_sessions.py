@@ -9,8 +9,7 @@ import pytest
 
 from experiments import sessions
 from experiments.sessions import CARDS, TARGETS, Options, picture, run, table
-
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
 
 
 @pytest.fixture(scope="module")

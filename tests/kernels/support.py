@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from dflash_kernels.traffic import Traffic
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # What SGLang's request-to-token table may hold past a request's tokens.
 GARBAGE = 2147480000

@@ -6,7 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 # In place of .venv/bin/python: it notes what is asked, and has uv once pip has installed it.
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "{log}"

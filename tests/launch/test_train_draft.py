@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from launch import train_draft
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.tools.bench.server import Server, ServerConfig, dflash_flags
+from tests import ROOT
 from tests.launch.small_target import PROMPTS, write_prompts, write_target
-
-ROOT = Path(__file__).parents[2]
 
 
 def command(folder: Path) -> list[str]:

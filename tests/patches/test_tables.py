@@ -10,7 +10,6 @@ import ast
 import inspect
 import pkgutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,9 @@ from sglang_dflash.patches.patch import Kind, Patch
 from sglang_dflash.plugins.platform_cpu import patches as platform_cpu
 from sglang_dflash.plugins.repairs import patches as repairs
 from sglang_dflash.serving import patches as serving
+from tests import ROOT
 from tests.patches.originals import original
 
-ROOT = Path(__file__).parents[2]
 TABLES = {
     "serving": serving.PATCHES,
     "worker": serving.WORKER_PATCHES,

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.common.errors import ConfigError, Failed
+from sglang_dflash.common.progress import progress_bar, waiting
 from sglang_dflash.tools.bench import datasets, load, picture, report
 from sglang_dflash.tools.bench.arms import Arms, arms_of, grouped, opened
 from sglang_dflash.tools.bench.compiled import settled
 from sglang_dflash.tools.bench.datasets import Encode, Prompt
 from sglang_dflash.tools.bench.differences import differences, near_tie
-from sglang_dflash.tools.bench.progress import progress_bar, waiting
 from sglang_dflash.tools.bench.report import Measured
 from sglang_dflash.tools.bench.settings import BenchSettings, made_folder
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair

@@ -18,11 +18,11 @@ import numpy as np
 
 from sglang_dflash.common.command_line import add_flags, flag_names, given, spelled
 from sglang_dflash.common.errors import ConfigError, Failed
+from sglang_dflash.common.progress import progress_bar
 from sglang_dflash.tools.bench import datasets, load, report
 from sglang_dflash.tools.bench.compare import Ask, load_prompts
 from sglang_dflash.tools.bench.datasets import Prompt
 from sglang_dflash.tools.bench.load import Endpoint, Pass
-from sglang_dflash.tools.bench.progress import progress_bar
 from sglang_dflash.tools.bench.settings import BenchSettings, made_folder
 
 FOR_ALL = spelled(

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import distributed
 
+from sglang_dflash.common.progress import progress_bar
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.tools.bench.datasets import Prompt, encode_turn
-from sglang_dflash.tools.bench.progress import progress_bar
 from sglang_dflash.tools.bench.settings import BenchSettings
 from sglang_dflash.tools.transformers_loop.generation import (
     Generation,

@@ -139,7 +139,7 @@ def _checked(folder: Path) -> Path:
 
 
 def _convert(gguf: Path, made: Path) -> None:
-    from sglang_dflash.tools.bench.progress import progress_bar
+    from sglang_dflash.common.progress import progress_bar
     from sglang_dflash.tools.demo_pairs.gguf_folder import convert
 
     with progress_bar(100) as bar:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,12 +25,13 @@ from sglang_dflash.serving.metrics.server import ENOUGH_STEPS
 from sglang_dflash.serving.metrics.step_times import StepTimes
 from sglang_dflash.serving.start import choose_worker
 from sglang_dflash.serving.step.scheduler import count_kept_tokens
+from tests import ROOT
 from tests.conftest import random_model, raw_config, with_own
 from tests.recording import OpRecorder
 from tests.serving.in_process import worker_of
 from tests.serving.metrics.test_step_times import Clock
 
-PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+PAGE = (ROOT / "docs/metrics.md").read_text()
 LABELS = {"model_name": "m"}
 
 

@@ -20,6 +20,7 @@ from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.start.choose_worker import unserved
 from sglang_dflash.tools import cli
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
+from tests import ROOT
 from tests.broken_drafts import BrokenDraft, fields, server_flags
 from tests.serving.published import Arrived, serving
 from tests.speculators import rewrite_in_that_layout
@@ -182,6 +183,6 @@ def test_without_a_draft_the_published_one_serves(
 
 def test_our_flags_are_in_the_help_and_in_the_docs(parser: argparse.ArgumentParser) -> None:
     ours = [f"--{name.replace('_', '-')}" for name in (*flags.NAMES, *flags.ALIASES)]
-    page = (Path(__file__).parents[2] / "docs/flags.md").read_text()
+    page = (ROOT / "docs/flags.md").read_text()
     for text in (parser.format_help(), page):
         assert not [flag for flag in [*ours, "--speculative-algorithm"] if flag not in text]

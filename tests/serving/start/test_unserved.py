@@ -3,7 +3,6 @@ that our worker does not read."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import get_type_hints
 
@@ -19,9 +18,10 @@ from sglang_dflash.serving.start.unserved import (
     Unserved,
     builtin_reason,
 )
+from tests import ROOT
 from tests.serving.start.test_start_up import NOT_OURS
 
-LIMITS = (Path(__file__).parents[2] / "docs/limits.md").read_text().splitlines()
+LIMITS = (ROOT / "docs/limits.md").read_text().splitlines()
 
 
 @pytest.mark.parametrize("row", UNSERVED, ids=lambda row: row.setting)

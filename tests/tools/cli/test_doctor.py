@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from sglang_dflash.serving.metrics.server import ServerInfo
 from sglang_dflash.tools import cli
 from sglang_dflash.tools.bench.server import free_port
 from sglang_dflash.tools.cli.doctor import as_text, examine
+from tests import ROOT
 
 # What a healthy server of ours shows, of what the doctor reads (tests/engine/test_alarm.py compares
 # the keys with a real server's).
@@ -259,7 +259,7 @@ def test_the_dtype_is_known_if_it_was_asked_for() -> None:
 
 
 def test_the_page_lists_every_finding() -> None:
-    page = (Path(__file__).parents[2] / "docs/doctor.md").read_text().partition("## ")[0]
+    page = (ROOT / "docs/doctor.md").read_text().partition("## ")[0]
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     listed = set(re.findall(r"`([\w-]+)`", " ".join(rows)))
     from_start = {

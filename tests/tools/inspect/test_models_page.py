@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,9 @@ from sglang_dflash.common.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.tools.inspect.report import inspect
 from sglang_dflash.tools.inspect.serving import Serving
+from tests import ROOT
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 WHOLE, _, REST = (DOCS / "models.md").read_text().partition("## Published, without a whole config")
 PART = REST.partition("\n## ")[0]
 

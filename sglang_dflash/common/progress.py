@@ -28,10 +28,11 @@ def progress_bar(total: int, steady: bool = True) -> Any:
 
 
 @contextmanager
-def waiting(bar: Any, what: str, last_time: float | None) -> Iterator[None]:
-    """Show on the bar what is waited for and for how long, until it is there.
+def waiting(bar: Any, awaited: str, last_time: float | None) -> Iterator[None]:
+    """Show on the bar what is waited for, and for how long, until the block ends.
 
     Args:
+        awaited: what is waited for, in words.
         last_time: seconds that it took the last time; None if that is not known.
     """
     before = "" if last_time is None else f", {last_time:.0f} s the last time"
@@ -40,7 +41,7 @@ def waiting(bar: Any, what: str, last_time: float | None) -> Iterator[None]:
     def tick() -> None:
         pause = 0.0
         while not ended.wait(pause):
-            bar.set_description(f"{what}: {time.monotonic() - began:.0f} s{before}")
+            bar.set_description(f"{awaited}: {time.monotonic() - began:.0f} s{before}")
             pause = _ON_A_TERMINAL if sys.stderr.isatty() else _BETWEEN_LINES
 
     thread = threading.Thread(target=tick, daemon=True)
