@@ -17,7 +17,7 @@ import random
 import statistics
 import string
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,11 @@ from sglang_dflash.tools.transformers_loop.target_cache import captured_hidden
 
 TOKENS, BATCH = 160, 32
 WIDEST, CONTEXT = 32, 32000
-# Chances that each token of a better draft is right.
+# Chances that each token of a better draft is right, and of a draft beside recorded turns: 0.5 is
+# that of ours on chats.
 BETTER = (0.75, 0.9)
+RECORDED = (0.5, 0.75, 0.9)
+RECORDED_BLOCK = 8
 SAMPLED = "sampled"
 
 
@@ -53,7 +56,7 @@ class Options:
     texts: int = setting(8, "texts of each kind (default {default})")
     prompts: str = setting("", "a folder of prompt files, each of which is a kind of text")
     recorded: str = setting(
-        "", "replay lookup alone on this JSON file of recorded agent turns, without a model"
+        "", "replay lookup on this JSON file of recorded agent turns, without a model"
     )
 
 
@@ -208,12 +211,35 @@ def better_draft(replays: list[list[Position]], chance: float) -> list[list[Posi
     return [[at._replace(drafts=drafts(at)) for at in positions] for positions in replays]
 
 
-def by_rule(replays: list[list[Position]]) -> dict[str, float]:
+def recorded_positions(text: recorded.Text, chance: float) -> list[Position]:
+    """Every position of a recorded answer, and simulated drafts that are right with that chance."""
+    positions = []
+    for at in range(text.begin + 1, len(text.ids)):
+        rest = text.ids[at : at + WIDEST].tolist()
+        match, _ = text.match(at)
+        seen = padded(text.followers(at, WIDEST - 1), WIDEST - 1)
+        positions.append(Position(rest, [-1] * (RECORDED_BLOCK - 1), match, seen))
+    return better_draft([positions], chance)[0]
+
+
+def replay_recorded(file: Path) -> dict[str, Any]:
+    """Tokens per step of lookup alone, and of a server's choice beside simulated drafts."""
+    cases = recorded.texts_of(recorded.read(file))
+    beside: dict[str, dict[str, float]] = {}
+    for chance in RECORDED:
+        replays = [recorded_positions(text, chance) for text in cases]
+        beside[str(chance)] = by_rule(replays, ("draft", "learned", "best of both"))
+    return {**recorded.run(cases), "beside_a_draft": beside}
+
+
+def by_rule(
+    replays: list[list[Position]], names: Collection[str] = tuple(RULES)
+) -> dict[str, float]:
     """Tokens per step of all texts together."""
     tokens = sum(map(len, replays))
-    steps = dict.fromkeys(RULES, 0.0)
-    for name, make in RULES.items():
-        rule = make()
+    steps = dict.fromkeys(names, 0.0)
+    for name in names:
+        rule = RULES[name]()
         for positions in replays:
             steps[name] += len(positions) / tokens_per_step(positions, rule)
     return {name: round(tokens / taken, 3) for name, taken in steps.items()}
@@ -233,7 +259,7 @@ def lookup_ms(block: int) -> float:
 
 def run(options: Options) -> dict[str, Any]:
     if options.recorded:
-        return recorded.run(Path(options.recorded))
+        return replay_recorded(Path(options.recorded))
     named = demo_pair(KIND)
     pair = load(str(named.target), str(named.draft))
     rows = {}

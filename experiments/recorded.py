@@ -1,4 +1,4 @@
-"""Lookup alone on recorded turns of agents: tokens per step, by replay. No model runs."""
+"""Lookup on recorded turns of agents: tokens per step, by replay. No model runs."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ class Text:
             count += 1
         return count
 
+    def followers(self, at: int, count: int) -> list[int]:
+        """Return the `count` tokens that lookup proposes at position `at`; none without a match."""
+        length, source = self.match(at)
+        period = at - source
+        return [int(self.ids[source + k % period]) for k in range(count)] if length else []
+
     def steps(self, block: int, least: int) -> tuple[int, int]:
         """Steps that the answer takes, and those of them without an accepted token."""
         at, steps, nothing = self.begin + 1, 0, 0
@@ -103,8 +109,8 @@ def texts_of(cases: Sequence[dict[str, Any]]) -> list[Text]:
     return found
 
 
-def run(file: Path) -> dict[str, Any]:
-    cases = texts_of(read(file))
+def run(cases: Sequence[Text]) -> dict[str, Any]:
+    """Tokens per step of lookup alone."""
     # The first token of an answer is the prefill's.
     tokens = sum(len(text.ids) - text.begin - 1 for text in cases)
     rows: dict[str, dict[str, float]] = defaultdict(dict)
@@ -134,5 +140,10 @@ def table(result: dict[str, Any]) -> list[str]:
         *(
             f"{least:18}" + "".join(f"{row[name]:10.2f}" for name in names)
             for least, row in result["rows"].items()
+        ),
+        "block 8, beside a draft each of whose tokens is right with a chance of",
+        *(
+            f"{chance:18}" + "".join(f"{rule:>14} {value:.2f}" for rule, value in row.items())
+            for chance, row in result["beside_a_draft"].items()
         ),
     ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from experiments import recorded
-from experiments.lookup import Options, table
+from experiments.lookup import Options, recorded_positions, replay_recorded, table, tokens_per_step
 from experiments.recorded import Text
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.table import RequestSlots
@@ -31,6 +31,19 @@ def test_steps_by_hand() -> None:
     assert text.steps(8, least=5) == (4, 4)
     # Its end repeats with a period of one.
     assert Text(np.array([5, 6, 6, 6, 6, 6]), 2).accepted(3, 7) == 3
+
+
+def test_positions_of_a_recorded_answer() -> None:
+    text = Text(np.array([1, 2, 3, 4, 7, 8, 1, 2, 3, 4, 9]), 6)
+    positions = recorded_positions(text, 1.0)
+    assert [at.match for at in positions] == [1, 2, 3, 4]
+    assert positions[1].seen[:7] == [3, 4, 7, 8, 1, 2, 3] and positions[1].rest == [3, 4, 9]
+    # Every draft is right: the answer's tokens after the prefill's take one step.
+    assert tokens_per_step(positions, lambda at: at.drafts) == 4
+    # No draft is right: a step each, but where lookup is taken.
+    wrong = recorded_positions(text, 0.0)
+    assert tokens_per_step(wrong, lambda at: at.drafts) == 1
+    assert tokens_per_step(wrong, lambda at: at.seen if at.match >= 2 else []) == 4 / 2
 
 
 def test_matches_are_those_of_the_server() -> None:
@@ -73,7 +86,7 @@ def test_a_file_of_recorded_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     words = Words()
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: words)
     monkeypatch.setattr(recorded.public_target, "fetched", lambda: tmp_path)
-    result = recorded.run(file)
+    result = replay_recorded(file)
     assert result["cases"] == 2 and result["answer_tokens"] == 3 + 2
     # x, then y z at once and the last word; the other answer copies nothing.
     assert result["rows"]["from 1"]["block 8"] == round(5 / (1 + 2), 3)
@@ -81,7 +94,7 @@ def test_a_file_of_recorded_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "secret" not in json.dumps(result)
     assert "from 1" in "\n".join(table(result)) and Options().recorded == ""
     monkeypatch.setattr(recorded, "MOST_TOKENS", 8)
-    assert recorded.run(file)["cases"] == 1
+    assert replay_recorded(file)["cases"] == 1
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"cases": [{"messages": []}]}'])
