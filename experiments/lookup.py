@@ -31,7 +31,7 @@ from sglang_dflash.common.command_line import setting
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_source import DraftSource
-from sglang_dflash.drafting.lookup import seen_before
+from sglang_dflash.drafting.lookup import SHORTEST_MATCH, seen_before
 from sglang_dflash.drafting.options import Options as DraftOptions
 from sglang_dflash.tools.bench import datasets
 from sglang_dflash.tools.bench.datasets import Prompt
@@ -216,8 +216,10 @@ def recorded_positions(text: recorded.Text, chance: float) -> list[Position]:
     positions = []
     for at in range(text.begin + 1, len(text.ids)):
         rest = text.ids[at : at + WIDEST].tolist()
-        match, _ = text.match(at)
-        seen = padded(text.followers(at, WIDEST - 1), WIDEST - 1)
+        match = text.match(at)[0]
+        # A server does not take a shorter one.
+        match = match if match >= SHORTEST_MATCH else 0
+        seen = padded(text.followers(at, WIDEST - 1) if match else [], WIDEST - 1)
         positions.append(Position(rest, [-1] * (RECORDED_BLOCK - 1), match, seen))
     return better_draft([positions], chance)[0]
 

@@ -56,10 +56,9 @@ class Text:
         return count
 
     def followers(self, at: int, count: int) -> list[int]:
-        """Return the `count` tokens that lookup proposes at position `at`; none without a match."""
-        length, source = self.match(at)
-        period = at - source
-        return [int(self.ids[source + k % period]) for k in range(count)] if length else []
+        """Return the `count` tokens that lookup proposes at position `at`, which has a match."""
+        _, source = self.match(at)
+        return [int(self.ids[source + k % (at - source)]) for k in range(count)]
 
     def steps(self, block: int, least: int) -> tuple[int, int]:
         """Steps that the answer takes, and those of them without an accepted token."""

@@ -36,7 +36,7 @@ def test_steps_by_hand() -> None:
 def test_positions_of_a_recorded_answer() -> None:
     text = Text(np.array([1, 2, 3, 4, 7, 8, 1, 2, 3, 4, 9]), 6)
     positions = recorded_positions(text, 1.0)
-    assert [at.match for at in positions] == [1, 2, 3, 4]
+    assert [at.match for at in positions] == [0, 2, 3, 4]
     assert positions[1].seen[:7] == [3, 4, 7, 8, 1, 2, 3] and positions[1].rest == [3, 4, 9]
     # Every draft is right: the answer's tokens after the prefill's take one step.
     assert tokens_per_step(positions, lambda at: at.drafts) == 4
