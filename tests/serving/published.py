@@ -88,7 +88,7 @@ def serving(server_args: Any) -> str:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     worker = SpeculativeAlgorithm.DFLASH.create_worker(server_args)
-    return "builtin" if getattr(worker, "__name__", "") == "DFlashWorkerV2" else "ours"
+    return "builtin" if hasattr(worker, "builtin_reason") else "ours"
 
 
 ASKED = {

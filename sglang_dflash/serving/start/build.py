@@ -63,21 +63,14 @@ class DFlashSpecWorker(BaseSpecWorker):
     _host_tier: HostTier | None = None
 
     def __init__(
-        self,
-        *,
-        server_args: Any,
-        gpu_id: int,
-        nccl_port: int,
-        target_worker: Any,
-        load_draft: Callable[..., DraftModel],
+        self, server_args: Any, target_worker: Any, load_draft: Callable[..., DraftModel]
     ) -> None:
-        """All but `load_draft` comes from SGLang.
+        """Plan the drafter, before SGLang sizes its pools.
 
         Args:
             load_draft: called with `dtype`, `device`, `tp` and `ops`.
         """
         super().__init__()
-        del gpu_id, nccl_port
         self._target_worker, self._names = target_worker, flags.names(server_args)
         with ends_the_server(self._names):
             install_late(WORKER_PATCHES, "its DFLASH worker")

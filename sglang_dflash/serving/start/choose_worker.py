@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -198,59 +198,77 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if flags.ServerFlags.of(server_args).worker == "builtin":
         flag = "--speculative-dflash-worker builtin"
         logger.info("SGLang's built-in worker, as requested by %s", flag)
-        return _showing(flag, original(algorithm, server_args))
+        return builtin_worker(original(algorithm, server_args), flag)
     settings = resolving_view(server_args)
     folder = _folder(settings)
-    builtin = functools.partial(original, algorithm, server_args)
-    reason = unserved(server_args, settings, folder)
-    if reason is not None:
-        return _fall_back(reason, builtin)
-    load = functools.partial(load_model, folder, dummy=dummy_weights(settings))
-    return functools.partial(_build_worker, builtin, load_draft=load)
-
-
-def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
-    """Build the worker, called by SGLang as the worker's class. By now all plugins have run, and
-    the target is loaded and can be examined."""
-    # The launching process, which checks the pair, does not need what serves it.
-    from sglang_dflash.serving.start.build import DFlashSpecWorker
-    from sglang_dflash.serving.start.target_head import unserved_target
-
-    verify(PATCHES)
-    reason = unserved_target(kwargs["target_worker"].model_runner.model)
-    if reason is not None:
-        # SGLang's own arguments.
-        theirs = ("server_args", "gpu_id", "nccl_port", "target_worker")
-        return _fall_back(reason, builtin)(**{name: kwargs[name] for name in theirs})
-    return DFlashSpecWorker(**kwargs)
-
-
-def _fall_back(reason: str, builtin: Callable[[], Any]) -> Any:
-    logger.warning(
-        "SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason
+    choice = LateChoice(
+        builtin=functools.partial(original, algorithm, server_args),
+        load_draft=functools.partial(load_model, folder, dummy=dummy_weights(settings)),
     )
-    return _showing(reason, builtin())
+    reason = unserved(server_args, settings, folder)
+    return choice if reason is None else choice.fall_back(reason)
 
 
-def _showing(reason: str, worker: type) -> type:
-    """Return that class of SGLang's with the reason why it serves, for `figures.add_report` and
+@dataclass(frozen=True)
+class LateChoice:
+    """Stands for the worker's class: SGLang calls it when all plugins have run and the target is
+    loaded. Only then can the target's lm_head be examined.
+
+    Attributes:
+        builtin: imports SGLang's worker and returns its class.
+        load_draft: see `DFlashSpecWorker`.
+    """
+
+    builtin: Callable[[], type]
+    load_draft: Callable[..., DraftModel]
+
+    def __call__(self, *, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> Any:
+        """Build our worker, or SGLang's."""
+        # The launching process, which checks the pair, does not need what serves it.
+        from sglang_dflash.serving.start.build import DFlashSpecWorker
+        from sglang_dflash.serving.start.target_head import unserved_target
+
+        verify(PATCHES)
+        reason = unserved_target(target_worker.model_runner.model)
+        if reason is None:
+            return DFlashSpecWorker(server_args, target_worker, self.load_draft)
+        return self.fall_back(reason)(
+            server_args=server_args,
+            gpu_id=gpu_id,
+            nccl_port=nccl_port,
+            target_worker=target_worker,
+        )
+
+    def fall_back(self, reason: str) -> type:
+        """Return the class of SGLang's worker, and log why it serves."""
+        logger.warning(
+            "SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason
+        )
+        return builtin_worker(self.builtin(), reason)
+
+
+def builtin_worker(theirs: type, reason: str) -> type:
+    """Return SGLang's class with the reason why it serves, for `figures.add_report` and
     /metrics."""
 
-    def started(self: Any, *args: Any, **named: Any) -> None:
-        from sglang_dflash.serving.start.build import metric_labels
+    class Builtin(theirs):
+        builtin_reason = reason
 
-        install_late(BUILTIN_PATCHES, "its own DFLASH worker")
-        with ends_the_server({}):
-            worker.__init__(self, *args, **named)  # type: ignore[misc]
-        spec = get_spec()
-        report = {
-            "block_size": spec.speculative_num_draft_tokens,
-            "window": spec.speculative_draft_window_size,
-            "version": version("sglang-dflash"),
-        }
-        show_info(metric_labels(), {**labels(report), "worker": BUILTIN})
+        def __init__(self, *args: Any, **named: Any) -> None:
+            from sglang_dflash.serving.start.build import metric_labels
 
-    return type(worker.__name__, (worker,), {"builtin_reason": reason, "__init__": started})
+            install_late(BUILTIN_PATCHES, "its own DFLASH worker")
+            with ends_the_server({}):
+                super().__init__(*args, **named)
+            spec = get_spec()
+            report = {
+                "block_size": spec.speculative_num_draft_tokens,
+                "window": spec.speculative_draft_window_size,
+                "version": version("sglang-dflash"),
+            }
+            show_info(metric_labels(), {**labels(report), "worker": BUILTIN})
+
+    return Builtin
 
 
 def unserved(server_args: Any, settings: Any, folder: str) -> str | None:

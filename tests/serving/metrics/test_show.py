@@ -288,7 +288,7 @@ def test_the_series_tell_if_sglangs_worker_serves(
     spec = SimpleNamespace(speculative_num_draft_tokens=8, speculative_draft_window_size=None)
     monkeypatch.setattr(choose_worker, "get_spec", lambda: spec)
     monkeypatch.setattr("sglang_dflash.serving.start.build.metric_labels", lambda: LABELS)
-    worker = choose_worker._showing("--pp-size", Theirs)(7)
+    worker = choose_worker.builtin_worker(Theirs, "--pp-size")(7)
     assert (worker.server_args, worker.builtin_reason) == (7, "--pp-size")
     told = {"worker": "builtin", "block": "8", "window": "all"}
     labels = LABELS | told | {"version": sglang_dflash.__version__}

@@ -118,9 +118,7 @@ def started(kv_tokens: int = SLOTS - 1, allocator: Any = None, **ours: Any) -> A
     )
     ours = {"width": "fixed", **ours}
     setattr(given, ATTRIBUTE, {f"speculative_dflash_{k}": v for k, v in ours.items()})
-    worker: Any = DFlashSpecWorker(
-        server_args=given, gpu_id=0, nccl_port=0, target_worker=target, load_draft=lambda **_: model
-    )
+    worker: Any = DFlashSpecWorker(given, target, lambda **_: model)
     table = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS).int() + 1
     worker.alloc_memory_pool(
         req_to_token_pool=SimpleNamespace(size=ROWS - 1, req_to_token=table),
