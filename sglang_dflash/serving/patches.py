@@ -6,6 +6,7 @@ from sglang_dflash.patches.patch import Kind, rows
 
 PATCHES = rows(
     "sglang_dflash.serving",
+    # The launching process: flags, and the check of the pair.
     (Kind.AFTER, "server_args.ServerArgs.add_cli_args", "start.flags:add_flags",
      "SGLang does not know our flags, nor the published commands' spelling of its own.",
      "tests/serving/test_patches.py::test_our_flags_are_unknown_without_the_row"),
@@ -24,11 +25,7 @@ PATCHES = rows(
     (Kind.AROUND, "utils.hf_transformers.config.get_config", "start.draft_files:get_config",
      "With --trust-remote-code, Python of the draft's folder runs.",
      "tests/serving/start/test_draft_code.py::test_sglang_runs_the_code_without_the_row"),
-    (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager._wait_for_model_update_from_disk",
-     "draft_updates:keep_served_model",
-     "After new weights for the draft, the served model has the name and folder of the draft.",
-     "tests/serving/start/test_draft_updates.py::"
-     "test_the_draft_becomes_the_served_model_without_the_row"),
+    # Start of a scheduler process: the worker, and the sizes of the pools.
     (Kind.AROUND, "speculative.spec_info.SpeculativeAlgorithm.create_worker",
      "start.choose_worker:create_worker",
      "SGLang's own DFLASH worker would serve.",
@@ -42,6 +39,7 @@ PATCHES = rows(
      "With pages of one token, the slots that SGLang reserves for a request near the context "
      "limit do not fit its row: on a GPU they overwrite the next request's.",
      "tests/serving/start/test_memory.py::test_a_table_row_holds_what_is_reserved"),
+    # While it serves.
     (Kind.AFTER, "session.streaming_session.StreamingSession.try_cache_finished_req",
      "step.scheduler:without_last_token",
      "A streaming session's next turn attends to a slot that no forward has written.",
@@ -54,6 +52,11 @@ PATCHES = rows(
      "step.scheduler:rate_of_answer",
      "An answer's spec_accept_rate is of whole blocks, whatever its steps have verified.",
      "tests/serving/test_patches.py::test_rates_are_of_whole_blocks_without_the_rows"),
+    (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager._wait_for_model_update_from_disk",
+     "draft_updates:keep_served_model",
+     "After new weights for the draft, the served model has the name and folder of the draft.",
+     "tests/serving/start/test_draft_updates.py::"
+     "test_the_draft_becomes_the_served_model_without_the_row"),
 )  # fmt: skip
 
 # Penalties that count every output token once, and seeded samples of the request alone. Our worker
@@ -84,70 +87,36 @@ SAMPLING_PATCHES = rows(
 # Applied in the scheduler process when our worker serves.
 WORKER_PATCHES = SAMPLING_PATCHES + rows(
     "sglang_dflash.serving",
-    (Kind.AROUND, "managers.scheduler_components.batch_result_processor"
-     ".SchedulerBatchResultProcessor.process_batch_result_decode",
-     "step.scheduler:count_kept_tokens",
-     "The worker does not learn which steps and tokens of its result a request keeps.",
-     "tests/engine/test_counts.py::test_all_accounts_of_the_acceptance_agree"),
+    # Start.
+    (Kind.AFTER, "disaggregation.utils.setup_state_kv_args",
+     "kv_transfer.disaggregation:add_draft_kv",
+     "Draft K/V of a prompt stays on the prefill server.",
+     "tests/serving/kv_transfer/test_disaggregation.py::test_the_draft_kv_is_registered"),
     (Kind.AROUND, "managers.min_free_slots_delayer.resolve_min_free_slots",
      "step.scheduler:admit_into_any_free_slot",
      "A request waits while up to 3 slots are free, and none is preempted: SGLang collects "
      "prefills, because those of its own draft are expensive.",
      "tests/serving/test_patches.py::test_free_slots_are_held_back_without_the_row"),
-    (Kind.AROUND, "managers.scheduler_components.metrics_reporter"
-     ".SchedulerMetricsReporter.report_decode_stats", "step.scheduler:rate_of_proposed",
-     "The accept rate of the log and of /metrics is of whole blocks, too.",
-     "tests/serving/test_patches.py::test_rates_are_of_whole_blocks_without_the_rows"),
-    (Kind.PROPERTY, "managers.schedule_batch.Req.is_prefill_only", "step.scheduler:asks_no_token",
-     "Beside any draft, a request for no token gets one token's log-probability, and scores of "
-     "every position in place of those that it asks for.",
-     "tests/serving/test_patches.py::test_no_request_is_for_scores_without_the_row"),
-    (Kind.REPLACE, "managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2",
-     "step.batch:slots_for_next_step",
-     "A request that plain decoding finishes ends with HTTP 500 if the pool has no room for two "
-     "blocks beyond it.",
-     "tests/serving/step/test_batch.py::test_sglang_asks_for_two_blocks"),
-    (Kind.AROUND, "managers.schedule_batch.Req.update_finish_state",
-     "step.scheduler:end_at_the_first_reason",
-     "Of the reasons to end inside one block, a later one can win: SGLang judges the block's "
-     "tokens at once, kind by kind.",
-     "tests/serving/step/test_answer_ends.py::test_a_later_reason_wins_without_the_row"),
+    # Admission of a request.
     (Kind.AROUND, "speculative.dflash_utils.validate_dflash_request",
      "step.scheduler:serve_hidden_states",
      "Under overlap, requests for hidden states are refused.",
      "tests/serving/test_patches.py::test_requests_are_refused_without_the_rows"),
-    (Kind.AROUND, "managers.scheduler_components.batch_result_processor"
-     ".SchedulerBatchResultProcessor._append_decode_hidden_states",
-     "step.scheduler:without_rows_after_the_end",
-     "Hidden states of tokens after an answer's end are returned.",
-     "tests/serving/step/test_answer_ends.py::test_a_row_of_hidden_states_per_token_kept"),
     (Kind.AROUND, "speculative.spec_sampling_mask.validate_spec_sampling_mask_request",
      "step.sampling:refuse_simulated_masks",
      "Sampling masks of sampled requests are refused where SGLang's own worker would fall back to "
      "greedy tokens.",
      "tests/serving/test_patches.py::test_requests_are_refused_without_the_rows"),
-    (Kind.AFTER, "managers.scheduler_components.weight_updater"
-     ".SchedulerWeightUpdaterManager._select_runners", "start.draft_weights:with_draft",
-     "New weights for the draft are reported as a success, and ignored; replay, which has copies "
-     "of the recurrent layers' weights, does not learn of the target's.",
-     "tests/serving/start/test_draft_weights.py::test_an_update_has_no_draft_without_the_row"),
-    (Kind.AFTER, "disaggregation.utils.setup_state_kv_args",
-     "kv_transfer.disaggregation:add_draft_kv",
-     "Draft K/V of a prompt stays on the prefill server.",
-     "tests/serving/kv_transfer/test_disaggregation.py::test_the_draft_kv_is_registered"),
-    (Kind.AFTER, "disaggregation.prefill.PrefillBootstrapQueue._process_req",
-     "kv_transfer.disaggregation:send_visible",
-     "Draft K/V of a whole prompt is sent, whatever a draft can see.",
-     "tests/serving/kv_transfer/test_disaggregation.py::test_both_sides_name_the_same_pages"),
-    (Kind.BEFORE, "disaggregation.decode.DecodePreallocQueue._send_kv_metadata",
-     "kv_transfer.disaggregation:receive_visible",
-     "As above: the receiver names as many pages.",
-     "tests/serving/kv_transfer/test_disaggregation.py::test_both_sides_name_the_same_pages"),
-    (Kind.AFTER, "disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch",
-     "kv_transfer.disaggregation:take_over",
-     "The decode server's first step knows neither seed nor text of a request, and gets the input "
-     "of SGLang's worker.",
-     "tests/serving/kv_transfer/test_disaggregation.py::test_a_request_is_taken_over"),
+    (Kind.PROPERTY, "managers.schedule_batch.Req.is_prefill_only", "step.scheduler:asks_no_token",
+     "Beside any draft, a request for no token gets one token's log-probability, and scores of "
+     "every position in place of those that it asks for.",
+     "tests/serving/test_patches.py::test_no_request_is_for_scores_without_the_row"),
+    # Between steps: slots, K/V from and to host memory or another server, new weights.
+    (Kind.REPLACE, "managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2",
+     "step.batch:slots_for_next_step",
+     "A request that plain decoding finishes ends with HTTP 500 if the pool has no room for two "
+     "blocks beyond it.",
+     "tests/serving/step/test_batch.py::test_sglang_asks_for_two_blocks"),
     (Kind.AFTER, "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.write",
      "kv_transfer.host_tier:backs_up",
      "Draft K/V stays behind when the target's goes to host memory.",
@@ -160,6 +129,44 @@ WORKER_PATCHES = SAMPLING_PATCHES + rows(
      ".alloc_prefetch_host_buffers", "kv_transfer.host_tier:reads_storage",
      "A token that comes from storage has the draft K/V of its host slot's last owner.",
      "tests/serving/kv_transfer/test_host_tier.py::test_sglang_tells_the_tier"),
+    (Kind.AFTER, "disaggregation.prefill.PrefillBootstrapQueue._process_req",
+     "kv_transfer.disaggregation:send_visible",
+     "Draft K/V of a whole prompt is sent, whatever a draft can see.",
+     "tests/serving/kv_transfer/test_disaggregation.py::test_both_sides_name_the_same_pages"),
+    (Kind.BEFORE, "disaggregation.decode.DecodePreallocQueue._send_kv_metadata",
+     "kv_transfer.disaggregation:receive_visible",
+     "The receiver names the pages of a whole prompt.",
+     "tests/serving/kv_transfer/test_disaggregation.py::test_both_sides_name_the_same_pages"),
+    (Kind.AFTER, "disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch",
+     "kv_transfer.disaggregation:take_over",
+     "The decode server's first step knows neither seed nor text of a request, and gets the input "
+     "of SGLang's worker.",
+     "tests/serving/kv_transfer/test_disaggregation.py::test_a_request_is_taken_over"),
+    (Kind.AFTER, "managers.scheduler_components.weight_updater"
+     ".SchedulerWeightUpdaterManager._select_runners", "start.draft_weights:with_draft",
+     "New weights for the draft are reported as a success, and ignored; replay, which has copies "
+     "of the recurrent layers' weights, does not learn of the target's.",
+     "tests/serving/start/test_draft_weights.py::test_an_update_has_no_draft_without_the_row"),
+    # Results of a step, and a request's end.
+    (Kind.AROUND, "managers.scheduler_components.batch_result_processor"
+     ".SchedulerBatchResultProcessor.process_batch_result_decode",
+     "step.scheduler:count_kept_tokens",
+     "The worker does not learn which steps and tokens of its result a request keeps.",
+     "tests/engine/test_counts.py::test_all_accounts_of_the_acceptance_agree"),
+    (Kind.AROUND, "managers.schedule_batch.Req.update_finish_state",
+     "step.scheduler:end_at_the_first_reason",
+     "Of the reasons to end inside one block, a later one can win: SGLang judges the block's "
+     "tokens at once, kind by kind.",
+     "tests/serving/step/test_answer_ends.py::test_a_later_reason_wins_without_the_row"),
+    (Kind.AROUND, "managers.scheduler_components.batch_result_processor"
+     ".SchedulerBatchResultProcessor._append_decode_hidden_states",
+     "step.scheduler:without_rows_after_the_end",
+     "Hidden states of tokens after an answer's end are returned.",
+     "tests/serving/step/test_answer_ends.py::test_a_row_of_hidden_states_per_token_kept"),
+    (Kind.AROUND, "managers.scheduler_components.metrics_reporter"
+     ".SchedulerMetricsReporter.report_decode_stats", "step.scheduler:rate_of_proposed",
+     "The accept rate of the log and of /metrics is of whole blocks, too.",
+     "tests/serving/test_patches.py::test_rates_are_of_whole_blocks_without_the_rows"),
 )  # fmt: skip
 
 # Applied in the scheduler process when SGLang's own worker serves.
@@ -186,7 +193,7 @@ REPLAY_PATCHES = rows(
      "tests/serving/hybrid/test_replay_pool.py::test_the_pool_has_no_snapshots"),
     (Kind.AROUND, "mem_cache.kv_cache_configurator.KVCacheConfigurator"
      "._build_hybrid_mamba_decode_req_pool", "start.memory:build_state_pool",
-     "As above, on a decode server.",
+     "A decode server, too, allocates a state per block position and request.",
      "tests/serving/hybrid/test_replay_pool.py::test_the_pool_has_no_snapshots"),
     (Kind.AROUND, "layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
      "hybrid.replay_pool:record_verify",
