@@ -10,9 +10,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig, Reach
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.capabilities import AttentionLoad, Capabilities
-from sglang_dflash.memory.sizes import draft_of_rank
+from sglang_dflash.drafting.options import ResolvedOptions
+from sglang_dflash.memory.sizes import GroupKV, draft_of_rank
 
 # What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
 GRAPH_BYTES_PER_REQUEST = 2 << 20
@@ -90,15 +91,12 @@ class DraftServer:
     Nothing has a default: who adds a field has to say what it is for a server and for `inspect`.
 
     Attributes:
-        draft_block: B, tokens of the block that the draft fills.
-        verify_block: tokens per request that a step verifies, and the drafter absorbs, at most.
-        reach: what the server lets drafts read of a request.
-        looks_up: whether drafts are also looked up in a request's text.
+        options: of the drafter.
         requests: R, --max-running-requests.
         positions: of a row of the request-to-token table.
         ranks: of the tensor-parallel group.
         itemsize: of the draft's weights, and of the target's hidden states.
-        token_bytes: of one token's draft K/V on a rank, its tags included.
+        kv: a rank's draft K/V (`memory.sizes.draft_kv`).
         tagged: whether draft K/V of any token may be missing, as beside a hierarchical cache.
         attention: of the draft attention backend.
         processors: multiprocessors of the GPU.
@@ -108,15 +106,12 @@ class DraftServer:
         narrow: the target's narrower forwards.
     """
 
-    draft_block: int
-    verify_block: int
-    reach: Reach
-    looks_up: bool
+    options: ResolvedOptions
     requests: int
     positions: int
     ranks: int
     itemsize: int
-    token_bytes: int
+    kv: Sequence[GroupKV]
     tagged: bool
     attention: Capabilities
     processors: int
@@ -132,15 +127,16 @@ def draft_memory(config: DraftConfig, server: DraftServer) -> DraftMemory:
         config: of the whole draft.
     """
     part, requests = draft_of_rank(config, server.ranks), server.requests
-    block, itemsize, paged = server.draft_block, server.itemsize, server.attention.scratch
+    options, itemsize, paged = server.options, server.itemsize, server.attention.scratch
+    block, verified = options.draft_block, options.verify_block
     hidden = config.target_hidden_width * itemsize
-    reaches = [group.reach for group in config.groups(server.reach)]
+    reaches = [group.reach for group in config.groups(options.reach)]
     columns = [reach.of(server.positions) for reach in reaches]
     vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / server.ranks)
-    tokens = requests * max(server.verify_block, server.waiting_steps)
-    recorded = 4 * 8 + 4 + block * 2 * 8 + server.verify_block * (2 * 8 + 1 + hidden)
+    tokens = requests * max(verified, server.waiting_steps)
+    recorded = 4 * 8 + 4 + block * 2 * 8 + verified * (2 * 8 + 1 + hidden)
     return DraftMemory(
-        scratch_kv=(1 + requests * block * paged) * server.token_bytes,
+        scratch_kv=(1 + requests * block * paged) * sum(group.token_bytes for group in server.kv),
         slot_tables=requests
         * sum(
             count * _table_cell(paged, server.tagged or reach.is_bounded)
@@ -161,7 +157,7 @@ def draft_memory(config: DraftConfig, server: DraftServer) -> DraftMemory:
         # And their concatenation.
         waiting_hidden=2 * server.waiting_steps * requests * (2 * 8 + hidden),
         # SGLang's request-to-token table has a row more.
-        texts=4 * (requests + 1) * server.positions * server.looks_up,
+        texts=4 * (requests + 1) * server.positions * options.looks_up,
         narrow_widths=narrow_width_bytes(
             server.narrow, requests=requests, positions=server.positions, hidden_bytes=hidden
         ),

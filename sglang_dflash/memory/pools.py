@@ -113,6 +113,34 @@ def default_states(memory: int, steps: int, demand: StateDemand) -> int:
     return min(most, states) if running else most
 
 
+class StatePool(NamedTuple):
+    """SGLang's pool of recurrent states, unless a flag gives its size.
+
+    Attributes:
+        slots: states, of running requests and of cached prefixes.
+        requests: that can run at a time with so many states.
+        total_bytes: of the states, and of the tensors that verification keeps.
+    """
+
+    slots: int
+    requests: int
+    total_bytes: int
+
+
+def state_pool(slots: int, requests: int, state: int, replay: int, snapshot: int) -> StatePool:
+    """The pool of so many states, as SGLang 0.5.23 allocates it.
+
+    Args:
+        slots: states; 0 or less if none fits.
+        requests: --max-running-requests.
+        state: bytes of a state.
+        replay, snapshot: bytes that verification keeps of a request; one of them is 0.
+    """
+    running = running_requests(requests, slots)
+    kept = (requests + 1) * replay + (running + 1) * snapshot
+    return StatePool(slots, running, kept + (slots + 1) * state)
+
+
 def at_a_time(tokens: int, running: int, context: int, reserved: int) -> int:
     """Requests of `context` tokens, the answer included, that run at a time.
 

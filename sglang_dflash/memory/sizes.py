@@ -20,6 +20,7 @@ from sglang_dflash.checkpoint.target_config import (
     share_of_rank,
 )
 from sglang_dflash.checkpoint.tensors import expected_tensors
+from sglang_dflash.drafting.options import ResolvedOptions
 
 # itemsize of the dtypes of K/V. Weights, and states of a convolution, are bfloat16 where no server
 # tells otherwise; recurrent states are float32.
@@ -108,6 +109,42 @@ def draft_of_rank(config: DraftConfig, ranks: int) -> DraftConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         intermediate_size=inner,
+    )
+
+
+def draft_kv(
+    config: DraftConfig,
+    options: ResolvedOptions,
+    running: int,
+    *,
+    itemsize: int,
+    ranks: int,
+    hierarchical: bool,
+    disaggregated: bool,
+) -> tuple[GroupKV, ...]:
+    """Return a rank's draft K/V, one value for each of `config.groups(options.reach)`.
+
+    Args:
+        config: of the whole draft.
+        running: requests that rings are for.
+        itemsize: bytes of a number of draft K/V.
+        ranks: of the tensor-parallel group.
+        hierarchical: whether cached prefixes go to host memory and come back.
+        disaggregated: whether draft K/V of prompts goes to another server, page by page as the
+            target's, so that no group has a ring.
+
+    Raises:
+        ConfigError: the ranks do not divide the draft.
+    """
+    # With a hierarchical cache: tags, with an entry per slot, too; and the host tier's turns.
+    tags = BYTES_PER_ENTRY + 2 * BYTES_PER_TARGET_SLOT if hierarchical else 0
+    shape = draft_of_rank(config, ranks).kv_shape
+    return tuple(
+        GroupKV(
+            math.prod(group.kv_shape(shape)) * itemsize + tags,
+            None if disaggregated else options.ring_entries(group.reach, running),
+        )
+        for group in config.groups(options.reach)
     )
 
 

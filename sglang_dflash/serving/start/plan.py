@@ -3,7 +3,6 @@ caches with their attention, and checks them. No SGLang here."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import check_attention, check_ops
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.memory.draft_memory import DraftServer, NarrowForwards
-from sglang_dflash.memory.sizes import BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT, GroupKV
+from sglang_dflash.memory.sizes import GroupKV, draft_kv
 from sglang_dflash.serving.step.extension import Extension
 
 if TYPE_CHECKING:
@@ -89,16 +88,16 @@ class Plan:
         return self.options.warnings(self.model.config, names, is_fixed)
 
     def draft_kv(self, running: int) -> tuple[GroupKV, ...]:
-        """Return the K/V sizes of each group of draft layers, for so many running requests."""
-        return tuple(self._group_kv(layers, running) for layers in self.layer_groups)
-
-    def _group_kv(self, layers: LayerGroup, running: int) -> GroupKV:
-        token_bytes = math.prod(layers.kv_shape(self.model.kv_shape)) * self.kv_dtype.itemsize
-        if self.hierarchical:
-            # Tags, with an entry per slot, too; and the host tier's turns.
-            token_bytes += BYTES_PER_ENTRY + 2 * BYTES_PER_TARGET_SLOT
-        ring = self.options.ring_entries(layers.reach, running)
-        return GroupKV(token_bytes, None if self.disaggregated else ring)
+        """Return the draft K/V of each of `layer_groups`, for so many running requests."""
+        return draft_kv(
+            self.model.config,
+            self.options,
+            running,
+            itemsize=self.kv_dtype.itemsize,
+            ranks=self.tp.size,
+            hierarchical=self.hierarchical,
+            disaggregated=self.disaggregated,
+        )
 
     def server(self, positions: int, recorded: int, narrow: NarrowForwards) -> DraftServer:
         """The settings that size draft steps.
@@ -108,17 +107,13 @@ class Plan:
             recorded: requests of the largest recorded batch; 0 if no steps are recorded.
             narrow: the target's forwards of narrower widths, which draft nothing.
         """
-        options = self.options
         return DraftServer(
-            draft_block=options.draft_block,
-            verify_block=options.verify_block,
-            reach=options.reach,
-            looks_up=options.looks_up,
+            options=self.options,
             requests=self.running,
             positions=positions,
             ranks=self.tp.size,
             itemsize=self.model.dtype.itemsize,
-            token_bytes=sum(group.token_bytes for group in self.draft_kv(self.running)),
+            kv=self.draft_kv(self.running),
             tagged=self.hierarchical,
             attention=self.backend.capabilities,
             processors=processors_of(self.device),

@@ -1,47 +1,21 @@
-"""Draft KV by group of layers, and what the target keeps beside it."""
+"""Division of the KV memory between target and draft, by group of draft layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from sglang_dflash.checkpoint.draft_config import LayerGroup
+from sglang_dflash.checkpoint.draft_config import LayerGroup, draft_fields, draft_kv_shape
+from sglang_dflash.checkpoint.published import ModelFacts
+from sglang_dflash.checkpoint.target_config import kv_heads_of_rank
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import ResolvedOptions
-from sglang_dflash.memory.pools import running_requests
-from sglang_dflash.memory.sizes import Charge, GroupKV, draft_kv_charge
-from sglang_dflash.serving.metrics.server import BUILTIN
+from sglang_dflash.memory.sizes import KV_DTYPES, Charge, GroupKV, draft_kv, draft_kv_charge
+from sglang_dflash.serving.metrics.server import BUILTIN, OURS
 from sglang_dflash.tools.inspect.pair import ServingDecision
+from sglang_dflash.tools.inspect.serving import Serving
 
 GIB = 2**30
-
-
-class StatePool(NamedTuple):
-    """SGLang's pool of recurrent states, unless a flag gives its size.
-
-    Attributes:
-        slots: states, of running requests and of cached prefixes.
-        requests: that can run at a time with so many states.
-        total_bytes: of the states, and of the tensors that verification keeps.
-    """
-
-    slots: int
-    requests: int
-    total_bytes: int
-
-
-def state_pool(slots: int, requests: int, state: int, replay: int, snapshot: int) -> StatePool:
-    """The pool of so many states, as SGLang 0.5.23 allocates it.
-
-    Args:
-        slots: states; 0 or less if none fits.
-        requests: --max-running-requests.
-        state: bytes of a state.
-        replay, snapshot: bytes that verification keeps of a request; one of them is 0.
-    """
-    running = running_requests(requests, slots)
-    kept = (requests + 1) * replay + (running + 1) * snapshot
-    return StatePool(slots, running, kept + (slots + 1) * state)
 
 
 # Draft layers that read the same of a request, and their draft KV. The layers' numbers are empty if
@@ -50,23 +24,31 @@ DraftGroup = tuple[LayerGroup, GroupKV]
 
 
 def draft_groups(
-    decision: ServingDecision, options: ResolvedOptions, draft_kv: int, requests: int
+    draft: ModelFacts,
+    decision: ServingDecision,
+    options: ResolvedOptions,
+    serving: Serving,
+    running: int,
 ) -> list[DraftGroup]:
     """Return the groups of the draft's layers; one of all layers if its config is not known or
-    another worker serves.
+    another worker serves. Raises ConfigError.
 
     Args:
-        draft_kv: bytes of a token, over all layers.
+        running: requests that rings are for.
     """
-    config, reach = decision.config, options.reach
-    if config is None or decision.worker == BUILTIN:
-        ring = None if decision.worker == BUILTIN else options.ring_entries(reach, requests)
-        return [(LayerGroup(reach, (), ()), GroupKV(draft_kv, ring))]
-    each = draft_kv // config.num_hidden_layers
-    return [
-        (group, GroupKV(len(group.numbers) * each, options.ring_entries(group.reach, requests)))
-        for group in config.groups(reach)
-    ]
+    config, reach, ranks = decision.config, options.reach, serving.tp_size
+    itemsize = KV_DTYPES[serving.dtype_of_draft_kv]
+    if config is not None and decision.worker == OURS:
+        kv = draft_kv(
+            config, options, running, itemsize=itemsize, ranks=ranks,
+            hierarchical=False, disaggregated=False,
+        )  # fmt: skip
+        return list(zip(config.groups(reach), kv, strict=True))
+    layers, two, heads, dim = draft_kv_shape(draft_fields(draft.config))
+    token_bytes = layers * two * kv_heads_of_rank("draft", heads, ranks) * dim * itemsize
+    # SGLang's worker has no rings.
+    ring = None if decision.worker == BUILTIN else options.ring_entries(reach, running)
+    return [(LayerGroup(reach, (), ()), GroupKV(token_bytes, ring))]
 
 
 def _described(group: LayerGroup, kv: GroupKV, target_tokens: int) -> dict[str, Any]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from sglang_dflash.checkpoint.draft_config import draft_fields, draft_kv_shape
 from sglang_dflash.checkpoint.published import ModelFacts
-from sglang_dflash.checkpoint.target_config import TargetGeometry, kv_heads_of_rank
+from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.capabilities import CAPABILITIES, choose_attention
 from sglang_dflash.drafting.options import PLAIN_STEPS, ResolvedOptions
@@ -21,10 +18,17 @@ from sglang_dflash.memory.draft_memory import (
     draft_memory,
     headroom,
 )
-from sglang_dflash.memory.pools import StateDemand, at_a_time, default_states, sglang_states
+from sglang_dflash.memory.pools import (
+    StateDemand,
+    StatePool,
+    at_a_time,
+    default_states,
+    sglang_states,
+    state_pool,
+)
 from sglang_dflash.memory.sizes import KV_DTYPES, GroupKV
 from sglang_dflash.serving.metrics.server import OURS
-from sglang_dflash.tools.inspect.kv import GIB, StatePool, draft_groups, split_kv, state_pool
+from sglang_dflash.tools.inspect.kv import GIB, draft_groups, split_kv
 from sglang_dflash.tools.inspect.pair import ServingDecision
 from sglang_dflash.tools.inspect.serving import Serving
 
@@ -41,32 +45,30 @@ def memory_of(
 ) -> dict[str, Any]:
     """Return the division of one GPU's memory, by name. Raises ConfigError."""
     requests, ranks, config = serving.max_running_requests, serving.tp_size, decision.config
-    part = replace(
-        decision,
-        geometry=decision.geometry.of_rank(ranks),
-        config=config and sizes.draft_of_rank(config, ranks),
-    )
-    target_kv, draft_kv = _kv_bytes(draft, part, serving)
-    recurrent = _recurrent(part.geometry, decision.worker, options.verify_block)
-    steps = _step_bytes(decision, part.geometry, options, serving, draft_kv)
+    part = decision.geometry.of_rank(ranks)
+    target_kv = sizes.target_kv_bytes(part, KV_DTYPES[serving.kv_dtype or "bfloat16"])
+    groups = draft_groups(draft, decision, options, serving, requests)
+    of_groups = [kv for _, kv in groups]
+    recurrent = _recurrent(part, decision.worker, options.verify_block)
+    steps = _step_bytes(decision, part, options, serving, of_groups)
     of_target, of_draft = (
         None if size is None else -(-size // ranks)
         for size in (_target_weights(target, decision.geometry, serving), draft.weight_bytes)
     )
-    of_draft = sizes.draft_weight_bytes(part.config) if part.config else of_draft
+    if config is not None:
+        of_draft = sizes.draft_weight_bytes(sizes.draft_of_rank(config, ranks))
     memory = _kv_memory(serving, of_target, of_draft, steps or 0)
     alone = _kv_memory(serving, of_target, 0, 0)
-    groups = draft_groups(decision, options, draft_kv, requests)
     pool, snapshots, plain = _pools(
-        serving, memory, steps or 0, alone, recurrent, [kv for _, kv in groups], target_kv, options
+        serving, memory, steps or 0, alone, recurrent, of_groups, target_kv, options
     )
     if pool is not None and plain is not None:
         memory, alone = memory - pool.total_bytes, alone - plain.total_bytes
         # A ring serves the requests that the states let run.
-        groups = draft_groups(decision, options, draft_kv, pool.requests)
+        groups = draft_groups(draft, decision, options, serving, pool.requests)
     facts = {
         "target_kv_bytes_per_token": target_kv,
-        "draft_kv_bytes_per_token": draft_kv,
+        "draft_kv_bytes_per_token": sum(kv.token_bytes for kv in of_groups),
         "kv_memory_bytes": memory,
         "target_weight_bytes": of_target,
         "draft_weight_bytes": of_draft,
@@ -213,13 +215,13 @@ def _step_bytes(
     part: TargetGeometry,
     options: ResolvedOptions,
     serving: Serving,
-    draft_kv: int,
+    kv: Sequence[GroupKV],
 ) -> int | None:
     """Bytes that our worker reserves for draft steps; None if another worker serves.
 
     Args:
         part: a rank's of the target.
-        draft_kv: a rank's bytes of a token.
+        kv: a rank's draft K/V.
 
     Raises:
         ConfigError: the draft attention backend cannot serve the draft.
@@ -239,15 +241,12 @@ def _step_bytes(
         captured=default_captures(requests),
     )
     server = DraftServer(
-        draft_block=options.draft_block,
-        verify_block=options.verify_block,
-        reach=options.reach,
-        looks_up=options.looks_up,
+        options=options,
         requests=requests,
         positions=(options.context or 0) + headroom(options.verify_block),
         ranks=serving.tp_size,
         itemsize=KV_DTYPES["bfloat16"],
-        token_bytes=draft_kv,
+        kv=kv,
         tagged=False,
         attention=CAPABILITIES[attention],
         processors=_PROCESSORS,
@@ -256,18 +255,6 @@ def _step_bytes(
         narrow=narrow,
     )
     return draft_memory(config, server).total
-
-
-def _kv_bytes(draft: ModelFacts, decision: ServingDecision, serving: Serving) -> tuple[int, int]:
-    """KV bytes of one token, of the target and of the draft."""
-    itemsize = KV_DTYPES[serving.kv_dtype or "bfloat16"]
-    of_target = sizes.target_kv_bytes(decision.geometry, itemsize)
-    if decision.config:
-        shape = decision.config.kv_shape
-    else:
-        layers, two, heads, dim = draft_kv_shape(draft_fields(draft.config))
-        shape = (layers, two, kv_heads_of_rank("draft", heads, serving.tp_size), dim)
-    return of_target, KV_DTYPES[serving.dtype_of_draft_kv] * math.prod(shape)
 
 
 def _recurrent(geometry: TargetGeometry, worker: str, verify_block: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -109,6 +110,11 @@ def test_inspect_and_a_server_reserve_the_same(
         head_dim=pair.head_dim,
         get_num_attention_heads=lambda ranks: pair.heads // ranks,
     )
-    needed = memory.plan_memory(plan_of(pair, options, policy, chosen, tp), model_config).needed
+    plan = plan_of(pair, options, policy, chosen, tp)
+    needed = memory.plan_memory(plan, model_config).needed
     assert found["draft_step_bytes"] == needed.total
     assert (needed.narrow_widths > 0) == (needed.waiting_hidden > 0) == (width == "adaptive")
+    # A cache is allocated by the network's own shape.
+    of_network = math.prod(plan.model.kv_shape) * torch.bfloat16.itemsize
+    charged = sum(group.token_bytes for group in plan.draft_kv(REQUESTS))
+    assert found["draft_kv_bytes_per_token"] == charged == of_network
