@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import re
+import shlex
 import subprocess
 from collections.abc import Callable
 
@@ -20,6 +21,7 @@ from sglang_dflash.tools.bench import datasets, published
 from sglang_dflash.tools.bench.settings import BenchSettings
 from tests.commands import ROOT, Printed, commands
 
+DRAFTING = "--speculative-algorithm DFLASH --speculative-draft-model-path DRAFT"
 ENGINE = "tests/engine/test_as_installed.py::"
 
 # Commands that are run by another test, or not at all: what they begin with -> where or why.
@@ -105,10 +107,14 @@ def its_commit_is_named(command: Printed) -> None:
 
 
 def bench_takes_the_options(command: Printed) -> None:
-    """Parse them; a local data set has as many prompts as requests run at a time on a GPU."""
+    """Parse them, and the servers' flags after `--`; a local data set has as many prompts as requests run at a time on a GPU."""
     parser = argparse.ArgumentParser()
     cli.module("bench").arguments(parser)
-    words = [word.replace("=URL", "=http://x") for word in command.words[2:]]
+    words, flags = cli.module("bench").split(command.words[2:], ())
+    if flags:
+        served = f"sglang serve --model-path TARGET {DRAFTING} {shlex.join(flags)}"
+        parsed_by_sglang(Printed(command.page, served))
+    words = [word.replace("=URL", "=http://x") for word in words]
     asked = given(parser.parse_args(words), BenchSettings)
     settings = BenchSettings.for_machine(asked, accelerator=True)
     for name in set(settings.datasets) - set(datasets.HUB):
