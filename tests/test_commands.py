@@ -107,7 +107,8 @@ def its_commit_is_named(command: Printed) -> None:
 
 
 def bench_takes_the_options(command: Printed) -> None:
-    """Parse them, and the servers' flags after `--`; a local data set has as many prompts as requests run at a time on a GPU."""
+    """Parse them, and the servers' flags after `--`; a local data set has as many prompts as
+    requests run at a time on a GPU."""
     parser = argparse.ArgumentParser()
     cli.module("bench").arguments(parser)
     words, flags = cli.module("bench").split(command.words[2:], ())
