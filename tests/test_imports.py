@@ -23,7 +23,7 @@ OTHERS = [
 Node = TypeVar("Node", bound=ast.AST)
 TORCH_FREE = ("common", "checkpoint", "memory", "patches", "tools/inspect", "tools/cli")
 START = ("flags", "launch", "refused", "server_flags", "unserved")
-ADAPTER = ("plugin", "patches", "given_flags", "draft_updates")
+ADAPTER = ("plugin", "patches", "draft_updates")
 CLAUSE = re.compile(r"(Of|What|Whether|How|Which|Where|Why|Whose|When|Who)\b")
 # Rooms whose names are checked, names that say nothing of a value, and the files in which `kind` is
 # the documented field of a patch or of a demo pair.

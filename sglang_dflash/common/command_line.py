@@ -90,29 +90,30 @@ class Parser(argparse.ArgumentParser):
         end_in_one_line(self, message)
 
 
-def end_in_one_line(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """End the process with status 2 and what argparse says, in our words.
-
-    Args:
-        message: of `ArgumentParser.error`.
-    """
-    lines = explained(parser, message)
+def end_in_one_line(
+    parser: argparse.ArgumentParser, message: str, removed: Mapping[str, str] | None = None
+) -> NoReturn:
+    """End the process with status 2 and what argparse says, in our words: see `explained`."""
+    lines = explained(parser, message, removed)
     print("\n".join(f"{parser.prog}: {line}" for line in lines), file=sys.stderr)
     sys.exit(2)
 
 
-def explained(parser: argparse.ArgumentParser, message: str) -> list[str]:
+def explained(
+    parser: argparse.ArgumentParser, message: str, removed: Mapping[str, str] | None = None
+) -> list[str]:
     """Return argparse's message in our words: up to three lines.
 
     Args:
         message: of `ArgumentParser.error`.
+        removed: a setting that the parser had a flag for -> what to use instead.
     """
     unknown = re.fullmatch(r"unrecognized arguments: (.*)", message, re.S)
     lines = [re.sub(r"^argument ", "", message)]
     if unknown is not None:
         words = [word.partition("=")[0] for word in unknown[1].split()]
         flags = [word for word in words if word.startswith("-")]
-        lines = [_no_such(flag, parser._option_string_actions) for flag in flags]
+        lines = [_no_such(flag, parser._option_string_actions, removed or {}) for flag in flags]
         lines = lines or [f"{' '.join(words)}: more than the arguments that are taken"]
     choice = re.match(r"argument ([^:]+): invalid choice: '(.*?)' \(choose from (.*)\)", message)
     if choice is not None:
@@ -123,7 +124,10 @@ def explained(parser: argparse.ArgumentParser, message: str) -> list[str]:
     return lines[:3]
 
 
-def _no_such(flag: str, known: Iterable[str]) -> str:
+def _no_such(flag: str, known: Iterable[str], removed: Mapping[str, str]) -> str:
+    instead = removed.get(flag.removeprefix("--").replace("-", "_"))
+    if instead is not None:
+        return f"{flag}: this flag was removed; {instead}"
     near = difflib.get_close_matches(flag, known, 1)
     suggestion = f"did you mean {near[0]}?" if near else "--help lists them"
     return f"{flag}: there is no such flag; {suggestion}"

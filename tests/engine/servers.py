@@ -310,7 +310,8 @@ FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap")
     disable_overlap_schedule=True
 )
 # Our worker without the repairs. Its drafts are of random widths: one is plain decoding.
-WORKER_ONLY = FEATURES_WIDTHS.named("worker-only").with_env(SGLANG_PLUGINS="dflash,dflash_cpu")
+WITHOUT_REPAIRS = {"SGLANG_PLUGINS": "dflash,dflash_cpu"}
+WORKER_ONLY = FEATURES_WIDTHS.named("worker-only").with_env(**WITHOUT_REPAIRS)
 # Plain decoding under overlap, with our penalties and with SGLang's.
 FEATURES_OVERLAPPED = FEATURES.named("features-overlapped")
 SGLANGS_PENALTIES = FEATURES.named("sglangs-penalties").changed("no_penalty_rows")

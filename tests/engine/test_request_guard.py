@@ -15,11 +15,11 @@ from sglang_dflash.tools.bench.server import Server
 from tests.engine import client, workload
 from tests.engine.bad_requests import ENDS, ENDS_PLAIN, FAILS, REFUSED, Row
 from tests.engine.engine_calls import CALLS
-from tests.engine.servers import DFLASH, PAIR, PLAIN, ServerConfig
+from tests.engine.servers import DFLASH, PAIR, PLAIN, WITHOUT_REPAIRS, ServerConfig
 from tests.engine.session import ServerSession
 
-OFF = DFLASH.named("guard-off").having(speculative_dflash_request_guard="off")
-PLAIN_OFF = PLAIN.named("plain-guard-off").having(speculative_dflash_request_guard="off")
+OFF = DFLASH.named("unrepaired").with_env(**WITHOUT_REPAIRS)
+PLAIN_OFF = PLAIN.named("plain-unrepaired").with_env(**WITHOUT_REPAIRS)
 
 
 def send(server: Server, row: Row) -> requests.Response:

@@ -22,10 +22,17 @@ from sglang_dflash.drafting.weights import draft_tensors
 from sglang_dflash.tools.bench.server import Server, free_port
 from tests.conftest import rewrite
 from tests.engine import client, workload
-from tests.engine.servers import DFLASH, GRAPHS, PAIR, TP2_DISAGREEING, ServerConfig
+from tests.engine.servers import (
+    DFLASH,
+    GRAPHS,
+    PAIR,
+    TP2_DISAGREEING,
+    WITHOUT_REPAIRS,
+    ServerConfig,
+)
 from tests.engine.session import ServerSession
 
-OFF = DFLASH.named("guard-off").having(speculative_dflash_request_guard="off")
+OFF = DFLASH.named("unrepaired").with_env(**WITHOUT_REPAIRS)
 
 
 def update(server: Server, folder: str, **more: str) -> requests.Response:
@@ -51,7 +58,7 @@ def other(tmp_path: Path) -> Path:
 
 
 def test_outputs_are_wrong_without_the_row(servers: ServerSession, other: Path) -> None:
-    """The guard is off. The last update ruins the weights, so the server is the test's own."""
+    """Without the repairs. The last update ruins the weights, so the server is the test's own."""
     with servers.own(OFF) as server:
         before = output(server)
         assert update(server, str(PAIR.target)).json()["success"]

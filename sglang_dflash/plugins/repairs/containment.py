@@ -32,7 +32,6 @@ from sglang_dflash.common.log import Log
 from sglang_dflash.patches.restored import restored
 from sglang_dflash.plugins.repairs import recovery
 from sglang_dflash.plugins.repairs.probation import Probation
-from sglang_dflash.serving.given_flags import guard_off
 
 logger = Log(__name__)
 
@@ -62,8 +61,6 @@ PATIENCE = 16
 
 def run_loop(original: Any, scheduler: Any) -> None:
     """Around `_dispatch_event_loop_once`."""
-    if guard_off(scheduler.server_args):
-        return original(scheduler)
     why_off = unserved(scheduler)
     containment = Containment(scheduler, why_off)
     setattr(scheduler, ATTRIBUTE, containment)

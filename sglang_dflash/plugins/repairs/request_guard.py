@@ -26,7 +26,6 @@ from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from sglang_dflash.checkpoint.fields import is_int
 from sglang_dflash.common.errors import shown
-from sglang_dflash.serving.given_flags import guard_off
 
 INT32_MAX, FLOAT32_MAX = int(np.iinfo(np.int32).max), float(np.finfo(np.float32).max)
 # The smallest float32 with all its digits; a divisor below becomes 0 or a quotient infinite.
@@ -70,8 +69,8 @@ def check_shape(manager: Any, obj: Any, request: Any = None) -> None:
     Raises:
         ValueError: a list does not match the number of requests, or a field has no such form.
     """
-    del request
-    if guard_off(manager.server_args) or not isinstance(obj, io_struct.GenerateReqInput):
+    del manager, request
+    if not isinstance(obj, io_struct.GenerateReqInput):
         return
     try:
         _check_fields(obj)
@@ -95,8 +94,6 @@ def check_and_create(
     Raises:
         ValueError: a value that the scheduler cannot take; names field, value and bound.
     """
-    if guard_off(manager.server_args):
-        return original(manager, obj, input_text, input_ids, *others, **named)
     vocab_size = manager.model_config.vocab_size
     # Placeholders of images may be outside the vocabulary; the processor has replaced others.
     if manager.mm_processor is None or not obj.contains_mm_input():

@@ -19,7 +19,6 @@ from sglang_dflash.checkpoint.fields import read_json_object
 from sglang_dflash.checkpoint.stored import StoredTensor, stored_tensors
 from sglang_dflash.common.errors import ConfigError, cut
 from sglang_dflash.serving.draft_updates import is_for_draft
-from sglang_dflash.serving.given_flags import guard_off
 
 # Formats of --load-format that read safetensors files.
 CHECKED_FORMATS = (None, "auto", "safetensors")
@@ -29,8 +28,7 @@ TIED = ("lm_head.weight", "embed_tokens.weight")
 
 async def check_and_update(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
     """Around `TokenizerManager.update_weights_from_disk`: `(success, message, paused requests)`."""
-    is_guarded = not guard_off(manager.server_args)
-    if is_guarded and not await is_for_draft(manager, obj.model_path):
+    if not await is_for_draft(manager, obj.model_path):
         try:
             check_format(obj.load_format)
             given = manager.server_args
@@ -49,7 +47,7 @@ def check_format(load_format: str | None) -> None:
     """
     if load_format not in CHECKED_FORMATS:
         known = ", ".join(repr(name) for name in CHECKED_FORMATS if name)
-        required = f"one of {known} is required; --speculative-dflash-request-guard off allows all"
+        required = f"one of {known} is required; a server without our repairs takes any"
         raise ConfigError("load_format", load_format, required)
 
 

@@ -50,7 +50,7 @@ def check_pair(server_args: Any) -> None:
             field and value.
     """
     settings = resolving_view(server_args)
-    flags.check_guard(server_args, settings.tokenizer_worker_num)
+    flags.warn_unguarded(settings.tokenizer_worker_num)
     if settings.speculative_algorithm is None and settings.speculative_draft_model_path:
         logger.warning(
             "--speculative-draft-model-path has no effect without --speculative-algorithm: the "

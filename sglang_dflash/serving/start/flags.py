@@ -17,7 +17,6 @@ from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options, ResolvedOptions
 from sglang_dflash.drafting.width import AdaptiveWidth, WidthPolicy
 from sglang_dflash.patches.patch import is_loaded
-from sglang_dflash.serving import given_flags
 from sglang_dflash.serving.start.launch import check_port, listens
 from sglang_dflash.serving.start.refusal import use_one_line
 from sglang_dflash.serving.start.refused import (
@@ -27,10 +26,14 @@ from sglang_dflash.serving.start.refused import (
     asked_block,
     why_not_adaptive,
 )
+from sglang_dflash.serving.start.server_flags import REMOVED
 from sglang_dflash.serving.start.unserved import IGNORED
 
 logger = Log(__name__)
 
+# The attribute of SGLang's arguments that takes the values of our flags to every process: SGLang
+# keeps underscore attributes apart from its fields, and pickles them.
+ATTRIBUTE = "_sglang_dflash"
 PREFIX = "speculative_dflash_"
 # The published commands' spelling -> SGLang 0.5.23's field.
 ALIASES = {
@@ -93,13 +96,6 @@ class ServerFlags:
         "auto.",
         choices=("auto", "on", "off"),
     )
-    request_guard: str = setting(
-        "on",
-        "Whether requests that SGLang cannot take are refused with HTTP 400, and a failed step "
-        "ends only the requests that caused it, under any --speculative-algorithm and without "
-        "one. Default: on.",
-        choices=("on", "off"),
-    )
     extension: str | None = setting(
         None,
         "For experiments: a function that supplies another drafter or watches every step "
@@ -110,13 +106,18 @@ class ServerFlags:
     @classmethod
     def of(cls, server_args: Any) -> ServerFlags:
         """Return the values of our flags in SGLang's arguments."""
-        given = given_flags.given(server_args)
+        given = _given(server_args)
         named = {each.name: PREFIX + each.name for each in fields(cls)}
         return cls(**{name: given[long] for name, long in named.items() if long in given})
 
 
 # Keyword arguments of `sglang.Engine` that are ours.
 NAMES = tuple(PREFIX + each.name for each in fields(ServerFlags))
+
+
+def _given(server_args: Any) -> dict[str, Any]:
+    """Return the flags that were given, by the names of their fields; empty if none was."""
+    return getattr(server_args, ATTRIBUTE, {})
 
 
 def _typed(name: str) -> str:
@@ -145,7 +146,9 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         action = known[_typed(alias)] = known[_typed(name)]
         action.option_strings = [*action.option_strings, _typed(alias)]
     known[ALGORITHM_FLAG].type = _algorithm
-    parser.error = functools.partial(end_in_one_line, parser)  # type: ignore[method-assign]
+    parser.error = functools.partial(  # type: ignore[method-assign]
+        end_in_one_line, parser, removed=REMOVED
+    )
 
 
 def _add_ours(parser: argparse.ArgumentParser) -> None:
@@ -205,9 +208,16 @@ def _check_command_line(given: argparse.Namespace) -> None:
 
 
 def server_args_from_kwargs(**kwargs: Any) -> Any:
-    """For `sglang.Engine(**kwargs)`: SGLang's arguments, ours attached and aliases resolved."""
+    """For `sglang.Engine(**kwargs)`: SGLang's arguments, ours attached and aliases resolved.
+
+    Raises:
+        ConfigError: a value that its flag does not take, or a flag that was removed.
+    """
     from sglang.srt.server_args import ServerArgs
 
+    for name, instead in REMOVED.items():
+        if name in kwargs:
+            raise ConfigError(name, kwargs[name], f"this flag was removed; {instead}")
     given = {name: kwargs.pop(name) for name in NAMES if name in kwargs}
     for alias, name in ALIASES.items():
         if alias in kwargs:
@@ -222,24 +232,14 @@ def _attach(server_args: Any, given: dict[str, Any]) -> Any:
         if choices is not None and value not in choices:
             flag = _typed(PREFIX + row.name)
             raise ConfigError(flag, value, f"choose one of {', '.join(choices)}")
-    setattr(server_args, given_flags.ATTRIBUTE, given)
+    setattr(server_args, ATTRIBUTE, given)
     return server_args
 
 
-def check_guard(server_args: Any, tokenizer_workers: int) -> None:
-    """Log one line if requests are tokenized where the request guard does not run.
-
-    Raises:
-        ConfigError: the guard is asked for, and the plugin that guards is not loaded.
-    """
-    is_guarded = is_loaded(GUARDS)
-    if given_flags.given(server_args).get(given_flags.REQUEST_GUARD) == "on" and not is_guarded:
-        raise ConfigError(
-            _typed(given_flags.REQUEST_GUARD), "on",
-            f"the plugin {GUARDS} guards requests, and SGLANG_PLUGINS leaves it out; add it there, "
-            "or leave the flag out",
-        )  # fmt: skip
-    if is_guarded and tokenizer_workers > 1 and not given_flags.guard_off(server_args):
+def warn_unguarded(tokenizer_workers: int) -> None:
+    """Log one line if requests are tokenized where the request guard does not run, though the
+    plugin that guards is loaded."""
+    if is_loaded(GUARDS) and tokenizer_workers > 1:
         logger.warning(
             "--tokenizer-worker-num %d: SGLang loads no plugins in tokenizer workers, so the "
             "request guard does not run, and a bad request may end the server; 1 guards it",
@@ -249,9 +249,7 @@ def check_guard(server_args: Any, tokenizer_workers: int) -> None:
 
 def warn_without_effect(server_args: Any, reason: str) -> None:
     """Log one line if flags of our worker are given to a server that it does not serve."""
-    ours = ("worker", "request_guard")
-    given = given_flags.given(server_args)
-    lost = [_typed(name) for name in given if name.removeprefix(PREFIX) not in ours]
+    lost = [_typed(name) for name in _given(server_args) if name != PREFIX + "worker"]
     if lost:
         logger.warning("%s: no effect %s", ", ".join(lost), reason)
 

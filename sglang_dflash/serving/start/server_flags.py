@@ -21,6 +21,13 @@ from sglang_dflash.common.errors import ConfigError
 FILE = Path(__file__).parent / "server_flags.json"
 # The name of a command line in messages.
 COMMAND = "launch command"
+# Settings that we had a flag for -> what a user of it does instead.
+REMOVED: Mapping[str, str] = {
+    "speculative_dflash_request_guard": (
+        "requests are guarded unless SGLANG_PLUGINS=dflash,dflash_cpu in the server's environment "
+        "leaves out all repairs"
+    ),
+}
 _THOUSANDS = dict(zip("kMGT", (1000, 1000**2, 1000**3, 1000**4), strict=True))
 _OF_1024 = dict(zip(("Ki", "Mi", "Gi", "Ti"), (2**10, 2**20, 2**30, 2**40), strict=True))
 
@@ -57,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises in place of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(COMMAND, required="; ".join(explained(self, message)))
+        raise ConfigError(COMMAND, required="; ".join(explained(self, message, REMOVED)))
 
 
 @cache

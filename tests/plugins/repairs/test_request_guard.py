@@ -11,20 +11,15 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.plugins.repairs import request_guard
-from sglang_dflash.serving import given_flags
-from sglang_dflash.serving.start import flags
 
 VOCAB = 1024
 STRUCT_FIELDS = set(TokenizedGenerateReqInput.__struct_fields__)
 
 
-def manager(**flags: Any) -> Any:
+def manager() -> Any:
     """Make the part of a TokenizerManager that the guard reads."""
-    server_args = SimpleNamespace(**{given_flags.ATTRIBUTE: flags})
     return SimpleNamespace(
-        server_args=server_args,
         model_config=SimpleNamespace(vocab_size=VOCAB),
         mm_processor=None,
     )
@@ -166,17 +161,6 @@ def test_placeholders_of_images_may_be_outside_the_vocabulary() -> None:
     # SGLang ignores the image if the model has no use for it.
     with pytest.raises(ValueError, match="token 0 is -1"):
         guarded(**image)
-
-
-def test_the_flag_turns_the_guard_off() -> None:
-    off = manager(speculative_dflash_request_guard="off")
-    with pytest.raises(ValueError, match="5000"):
-        guarded(ids=[5000])
-    assert guarded(ids=[5000], guard=off, rid=5).input_ids == [5000]
-    with pytest.raises(ConfigError) as raised:
-        flags.server_args_from_kwargs(model_path="m", speculative_dflash_request_guard="no")
-    assert "request-guard" in raised.value.field.replace("_", "-")
-    assert raised.value.value == "no"
 
 
 UNSHAPED: dict[str, dict[str, Any]] = {

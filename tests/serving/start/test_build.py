@@ -20,9 +20,9 @@ from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.plugins.platform_cpu.attention import CpuKVPool
-from sglang_dflash.serving.given_flags import ATTRIBUTE
 from sglang_dflash.serving.start import build, decide
 from sglang_dflash.serving.start.build import DFlashSpecWorker
+from sglang_dflash.serving.start.flags import ATTRIBUTE
 from sglang_dflash.serving.step.extension import Extension, StepObserver, load_extension
 from tests.conftest import random_model
 from tests.recording import OpRecorder

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.serving.start import flags
+from sglang_dflash.serving.start.server_flags import REMOVED, settings_of
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.broken_drafts import PAIR, BrokenDraft, fields, server_flags
 from tests.conftest import FUZZ
@@ -65,7 +66,6 @@ REFUSED_BY_THE_PARSER: dict[tuple[str, ...], str] = {
     (ENTRIES, "1e3"): "invalid int value: '1e3'",
     ("--speculative-dflash-worker", "mine"): "'mine'; choose one of ",
     ("--speculative-dflash-recurrent-rollback", "undo"): "'undo'; choose one of ",
-    ("--speculative-dflash-request-guard", "maybe"): "'maybe'; choose one of ",
 }
 
 SERVED: list[list[str]] = [
@@ -161,11 +161,39 @@ def test_defaults_and_another_workers_flags_are_not_warned_of(
     assert "no effect" not in capfd.readouterr().err
 
 
-def test_without_the_guard_there_is_no_warning_that_it_does_not_run(
-    resolve: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("loaded", [True, False], ids=["repairs", "worker only"])
+def test_tokenizer_workers_have_no_guard_to_lose_without_the_repairs(
+    loaded: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    resolve(server_flags(*WORKERS, "--speculative-dflash-request-guard", "off"))
-    assert GUARD not in capfd.readouterr().err
+    monkeypatch.setattr(flags, "is_loaded", lambda plugin: loaded and plugin == "dflash_repairs")
+    flags.warn_unguarded(1)
+    assert not caplog.text
+    # They load no plugins.
+    flags.warn_unguarded(2)
+    assert ("--tokenizer-worker-num 2" in caplog.text) == loaded
+
+
+@pytest.mark.parametrize("value", ["on", "off"])
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_flag_is_refused_with_what_to_do_instead(
+    name: str, value: str, resolve: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a server, by `inspect` of its command, and by an engine in a process."""
+    flag = f"--{name.replace('_', '-')}"
+    told = f"{flag}: this flag was removed; {REMOVED[name]}"
+    for typed in ([flag, value], [f"{flag}={value}"]):
+        with pytest.raises(SystemExit) as ended:
+            resolve(server_flags(*typed))
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith(f": {told}")
+        with pytest.raises(ConfigError) as refused:
+            settings_of(server_flags(*typed))
+        assert refused.value.required == told
+    with pytest.raises(ConfigError) as refused:
+        flags.server_args_from_kwargs(model_path="m", **{name: value})
+    assert (refused.value.field, refused.value.value) == (name, value)
+    assert REMOVED[name] in str(refused.value)
 
 
 def test_keyword_arguments_of_an_engine_are_checked_too() -> None:
@@ -204,25 +232,3 @@ def test_any_flags_are_served_or_refused_in_one_line(
     except ConfigError as refused:
         assert "\n" not in str(refused)
         assert any(flag in str(refused) for flag in flags[::2])
-
-
-@pytest.mark.parametrize("value", ["on", "off", None])
-@pytest.mark.parametrize("loaded", [True, False], ids=["repairs", "worker only"])
-def test_a_guard_that_is_not_loaded_is_not_promised(
-    value: str | None,
-    loaded: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    asked = {} if value is None else {"speculative_dflash_request_guard": value}
-    server_args = flags.server_args_from_kwargs(model_path="m", **asked)
-    monkeypatch.setattr(flags, "is_loaded", lambda plugin: loaded and plugin == "dflash_repairs")
-    if value == "on" and not loaded:
-        with pytest.raises(ConfigError, match=r"'on'; the plugin dflash_repairs .* SGLANG_PLUGINS"):
-            flags.check_guard(server_args, 1)
-        return
-    flags.check_guard(server_args, 1)
-    assert not caplog.text
-    # Tokenizer workers load no plugins.
-    flags.check_guard(server_args, 2)
-    assert ("--tokenizer-worker-num 2" in caplog.text) == (loaded and value != "off")

@@ -13,8 +13,7 @@ from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import AdaptiveWidth, WidthPolicy
-from sglang_dflash.serving.given_flags import ATTRIBUTE
-from sglang_dflash.serving.start.flags import width_policy
+from sglang_dflash.serving.start.flags import ATTRIBUTE, width_policy
 from sglang_dflash.serving.step import batch as serving_batch
 from sglang_dflash.serving.step import width as step_width
 from sglang_dflash.serving.step.batch import ForwardBatch
