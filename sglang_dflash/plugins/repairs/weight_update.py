@@ -47,7 +47,10 @@ def check_format(load_format: str | None) -> None:
     """
     if load_format not in CHECKED_FORMATS:
         known = ", ".join(repr(name) for name in CHECKED_FORMATS if name)
-        required = f"one of {known} is required; a server without our repairs takes any"
+        required = (
+            f"one of {known} is required; SGLANG_PLUGINS=dflash,dflash_cpu leaves the repairs out, "
+            "and with them this check"
+        )
         raise ConfigError("load_format", load_format, required)
 
 
