@@ -42,6 +42,7 @@ ELSEWHERE = {
     "tests/engine/test_text_writer.py",
     "python -m experiments lookup --recorded": "tests/experiments/test_recorded.py",
     "sglang-dflash demo-models smollm2": "needs the network: tests/tools/demo_pairs",
+    "python -m tests.promises": "tests/test_promises.py",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
     "sglang-dflash check-gpu": "needs a GPU: tests/tools/cli/test_check_gpu.py",
     "sglang-dflash doctor": "needs a server: tests/tools/cli/test_doctor.py",

@@ -10,16 +10,16 @@ import pytest
 from tests import ROOT
 
 DOCS = ROOT / "docs"
+OTHERS = ("README.md", "CONTRIBUTING.md", "tests/README.md")
+PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / name for name in OTHERS)]
 
 
-@pytest.mark.parametrize(
-    "page", [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=str
-)
+@pytest.mark.parametrize("page", PAGES, ids=str)
 def test_paths_in_the_docs_exist(page: Path) -> None:
     """`serving/patches.py` and the like, from the root or from the package."""
     text = page.read_text()
     for name in re.findall(r"`([\w./]+/[\w.]+\.(?:py|md|sh|json|txt))(?::\w+)?`", text):
-        homes = (ROOT, ROOT / "sglang_dflash", DOCS)
+        homes = (ROOT, ROOT / "sglang_dflash", DOCS, page.parent)
         assert any((home / name).exists() for home in homes) or "NAME" in name, name
     for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
         assert (page.parent / link).exists(), link
