@@ -31,9 +31,9 @@ from sglang_dflash.common.progress import progress_bar
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.tools.bench import load
 from sglang_dflash.tools.bench.arms import arms_of
-from sglang_dflash.tools.bench.compiled import compiled_in, settled
+from sglang_dflash.tools.bench.compiled import count_compilations, measure_settled
 from sglang_dflash.tools.bench.datasets import Prompt
-from sglang_dflash.tools.bench.load import Answer, Pass
+from sglang_dflash.tools.bench.load import Answer, BenchPass
 from sglang_dflash.tools.bench.server import Server, ServerConfig
 from sglang_dflash.tools.bench.settings import BenchSettings
 
@@ -151,7 +151,7 @@ class Measurement:
             report["failed"] = str(error).partition("\n")[0]
         return {**report, "log": last_lines(log)}
 
-    def passes(self, to: load.SGLang, concurrency: int) -> list[Pass]:
+    def passes(self, to: load.SGLang, concurrency: int) -> list[BenchPass]:
         """The measured passes at that many requests at a time, after one to warm up: batches of
         other lengths would be of other shapes, whose kernels are compiled when they come."""
         # The text of a prompt is the seed of its tokens.
@@ -167,7 +167,7 @@ class Measurement:
         passes = []
         for _ in range(self.options.rounds):
             to.flush()
-            passes.append(settled(one_pass, to.flush))
+            passes.append(measure_settled(one_pass, to.flush))
         return passes
 
 
@@ -187,10 +187,10 @@ def told(to: load.SGLang) -> dict[str, Any]:
     }
 
 
-def figures(passes: list[Pass]) -> dict[str, Any]:
+def figures(passes: list[BenchPass]) -> dict[str, Any]:
     """Medians over passes, and over answers for `step_ms`: milliseconds between a request's steps,
     its prefill left out. `compiled_while_measured`: kernels, by the server, in these passes."""
-    steps = [step_ms(answer) for done in passes for answer in done.every]
+    steps = [step_ms(answer) for done in passes for answer in done.all_answers]
     speeds = [done.tokens_per_second for done in passes]
     length = sum((done.speculation for done in passes), VerifySteps()).acceptance_length
     return {
@@ -198,7 +198,7 @@ def figures(passes: list[Pass]) -> dict[str, Any]:
         "least_tokens_per_second": round(min(speeds), 2),
         "most_tokens_per_second": round(max(speeds), 2),
         "tokens_per_second_of_passes": [round(speed, 2) for speed in speeds],
-        "compiled_while_measured": compiled_in(passes),
+        "compiled_while_measured": count_compilations(passes),
         "step_ms": round(statistics.median(steps), 3),
         "acceptance_length": None if length is None else round(length, 3),
     }

@@ -32,14 +32,14 @@ from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.tools.bench.server import Server, ServerConfig, sigterm_as_exit, together
 
 if TYPE_CHECKING:
-    from sglang_dflash.tools.bench.load import Pass
+    from sglang_dflash.tools.bench.load import BenchPass
 
 HOME = Path(__file__).parent
 # A server that starts slowly must not end a run of an hour.
 START_TIMEOUT_S = 1800
 
 T = TypeVar("T")
-P = TypeVar("P", bound="Pass")
+P = TypeVar("P", bound="BenchPass")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.tools.bench import load
 from sglang_dflash.tools.bench.datasets import Prompt
-from sglang_dflash.tools.bench.load import Pass
+from sglang_dflash.tools.bench.load import BenchPass
 from sglang_dflash.tools.bench.server import FlagValue, Server, demo_config
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
-class Turn(Pass):
+class Turn(BenchPass):
     """`draft_ms`: milliseconds of the draft side per decode step, None if the worker does not
     tell."""
 

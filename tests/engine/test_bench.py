@@ -83,7 +83,7 @@ def test_a_gap_is_that_of_the_answer(server: Server) -> None:
     ask = {"return_logprob": True, "top_logprobs_num": 2, "text": text}
     sampling = {"temperature": 0, "max_new_tokens": after + 1, "ignore_eos": True}
     body = {**ask, "sampling_params": sampling}
-    made = load.answered("POST", f"{server.url}/generate", json=body).json()
+    made = load.send_request("POST", f"{server.url}/generate", json=body).json()
     first, second = (one[0] for one in made["meta_info"]["output_top_logprobs"][after])
     answer = load.SGLang(server.url).ask(text, after + 1, ignore_eos=True)
     assert list(answer.ids or ()) == made["output_ids"]

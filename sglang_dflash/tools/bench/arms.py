@@ -55,39 +55,41 @@ def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
     else:
         target, draft = settings.target or "", settings.draft or ""
         base = _given_server(settings)
-    made = {
+    programs = {
         **_sglang_arms(settings, base, draft),
         **(_vllm_arms(settings, target, draft, accelerator) if settings.vllm else {}),
     }
-    return {name: made[name] for name in names}
+    return {name: programs[name] for name in names}
 
 
 def _sglang_arms(settings: BenchSettings, base: ServerConfig, draft: str) -> dict[str, Program]:
     """SGLang's, by the server that they have in common."""
-    whole = dflash_flags(draft)
+    fixed_width = dflash_flags(draft)
     # One's own pair is measured as it is served, with the width that is the default here; whole
     # blocks of an embedded one show what drafts cost and gain at most.
-    ours = {name: of for name, of in whole.items() if settings.embedded or name != WIDTH}
+    dflash = {
+        name: value for name, value in fixed_width.items() if settings.embedded or name != WIDTH
+    }
     simulated = {}
     if settings.simulated_acceptance is not None:
-        ours = whole
+        dflash = fixed_width
         simulated = {
             SIMULATED_LENGTH: f"{settings.simulated_acceptance:g}",
             "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
         }
     flags: dict[str, dict[str, FlagValue]] = {
         "ar": {},
-        "dflash": ours,
-        "builtin": {**whole, "--speculative-dflash-worker": "builtin"},
+        "dflash": dflash,
+        "builtin": {**fixed_width, "--speculative-dflash-worker": "builtin"},
     }
     return {
         name: replace(
-            base.with_flags(of),
+            base.with_flags(arm_flags),
             # The user's own flags come last and win.
             extra_args=settings.server_flags,
             env={**compiled.ENVIRONMENT, **({} if name == "ar" else simulated)},
         )
-        for name, of in flags.items()
+        for name, arm_flags in flags.items()
     }
 
 
@@ -116,7 +118,7 @@ def _vllm_arms(
 
 def _embedded_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
     pair = demo_pair(settings.embedded or "")
-    config = demo_config(pair, dflash=False).with_flags(_for_all(settings))
+    config = demo_config(pair, dflash=False).with_flags(_common_flags(settings))
     if not pair.is_hybrid:
         return config
     # Twice the clients: with few free request slots SGLang admits no new request.
@@ -129,7 +131,7 @@ def _embedded_server(settings: BenchSettings, accelerator: bool) -> ServerConfig
 def _given_server(settings: BenchSettings) -> ServerConfig:
     flags: dict[str, FlagValue] = {
         "--model-path": settings.target or "",
-        **_for_all(settings),
+        **_common_flags(settings),
     }
     if settings.simulated_acceptance is not None:
         # No answer means anything, so no weights are read.
@@ -137,7 +139,7 @@ def _given_server(settings: BenchSettings) -> ServerConfig:
     return ServerConfig(flags)
 
 
-def _for_all(settings: BenchSettings) -> dict[str, FlagValue]:
+def _common_flags(settings: BenchSettings) -> dict[str, FlagValue]:
     # To stream the whole text with every step costs the slower arm more than the faster one.
     flags: dict[str, FlagValue] = {
         "--dtype": settings.dtype,
@@ -146,7 +148,7 @@ def _for_all(settings: BenchSettings) -> dict[str, FlagValue]:
     return flags | ({"--enable-deterministic-inference": True} if settings.temperature else {})
 
 
-def grouped(settings: BenchSettings, arms: Arms, accelerator: bool) -> list[Arms]:
+def group_arms(settings: BenchSettings, arms: Arms, accelerator: bool) -> list[Arms]:
     """Group the arms whose servers run at once: all, or one after another if they may not fit the
     machine.
 
@@ -154,12 +156,12 @@ def grouped(settings: BenchSettings, arms: Arms, accelerator: bool) -> list[Arms
     """
     if settings.target is None or settings.base_url:
         return [arms]
-    if not accelerator and _fit(settings.target, len(arms)):
+    if not accelerator and _servers_fit(settings.target, len(arms)):
         return [arms]
     return [{name: arm} for name, arm in arms.items()]
 
 
-def _fit(target: str, servers: int) -> bool:
+def _servers_fit(target: str, servers: int) -> bool:
     """Return whether so many servers of a target surely fit the memory of this machine."""
     stored, available = look_up("target", target).weight_bytes, available_bytes()
     if stored is None or available is None:
@@ -170,7 +172,7 @@ def _fit(target: str, servers: int) -> bool:
 
 
 @contextmanager
-def opened(arms: Arms, settings: BenchSettings) -> Iterator[dict[str, Endpoint]]:
+def open_endpoints(arms: Arms, settings: BenchSettings) -> Iterator[dict[str, Endpoint]]:
     """The arms' endpoints. Servers that are started here all run at once, until the end.
 
     Raises:
@@ -182,10 +184,13 @@ def opened(arms: Arms, settings: BenchSettings) -> Iterator[dict[str, Endpoint]]
         if not isinstance(config, str)
     }
     with together(started.values()):
-        found = {
+        endpoints = {
             name: endpoint(arm)
             if isinstance(arm, str)
             else arm.endpoint(started[name].url, started[name].log)
             for name, arm in arms.items()
         }
-        yield {name: replace(to, sampling=settings.sampling(to.SEED)) for name, to in found.items()}
+        yield {
+            name: replace(address, sampling=settings.sampling(address.SEED))
+            for name, address in endpoints.items()
+        }

@@ -16,12 +16,12 @@ from typing import Any
 from sglang_dflash.common.errors import ConfigError, Failed
 from sglang_dflash.common.progress import progress_bar, waiting
 from sglang_dflash.tools.bench import datasets, load, picture, report
-from sglang_dflash.tools.bench.arms import Arms, arms_of, grouped, opened
-from sglang_dflash.tools.bench.compiled import settled
+from sglang_dflash.tools.bench.arms import Arms, arms_of, group_arms, open_endpoints
+from sglang_dflash.tools.bench.compiled import measure_settled
 from sglang_dflash.tools.bench.datasets import Encode, Prompt
 from sglang_dflash.tools.bench.differences import differences, near_tie
-from sglang_dflash.tools.bench.report import Measured
-from sglang_dflash.tools.bench.settings import BenchSettings, made_folder
+from sglang_dflash.tools.bench.report import Measurements
+from sglang_dflash.tools.bench.settings import BenchSettings, make_folder
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 # Data set -> its prompts.
@@ -29,11 +29,11 @@ Prompts = dict[str, list[Prompt]]
 Ask = Callable[[load.Endpoint, Prompt, list[str]], load.Answer]
 
 
-def main(given: Mapping[str, Any]) -> None:
+def main(fields: Mapping[str, Any]) -> None:
     """Compare, write results.json and table.md, and print one of them.
 
     Args:
-        given: fields of `BenchSettings`.
+        fields: fields of `BenchSettings`.
 
     Raises:
         ConfigError: an arm or a data set is not available.
@@ -42,22 +42,25 @@ def main(given: Mapping[str, Any]) -> None:
     import torch
 
     accelerator = torch.cuda.is_available()
-    settings = BenchSettings.for_machine(given, accelerator)
+    settings = BenchSettings.for_machine(fields, accelerator)
     # What would fail at the end fails at the beginning.
     if settings.picture:
         picture.check()
-    out = made_folder("out", Path(settings.out))
+    out = make_folder("out", Path(settings.out))
     arms, levels = arms_of(settings, accelerator), settings.levels
     prompts = load_prompts(settings, max(settings.num_prompts, *levels))
-    groups = grouped(settings, arms, accelerator)
-    distinct = {name: len(found) for name, found in prompts.items()}
+    groups = group_arms(settings, arms, accelerator)
+    distinct = {name: len(drawn_prompts) for name, drawn_prompts in prompts.items()}
     # What is asked for by name, and at least a prompt for each of the requests at a time.
-    count = max(given.get("num_prompts", 0), *levels)
-    prompts = {name: datasets.repeated(found, count) for name, found in prompts.items()}
+    count = max(fields.get("num_prompts", 0), *levels)
+    prompts = {
+        name: datasets.repeat_prompts(drawn_prompts, count)
+        for name, drawn_prompts in prompts.items()
+    }
     encode, before = encode_of(settings, prompts), out / "results.json"
     last_times = json.loads(before.read_text()).get("start_s", {}) if before.is_file() else {}
     measured = measure(settings, groups, prompts, encode, last_times)
-    counts = {name: len(found) for name, found in prompts.items()}
+    counts = {name: len(sent_prompts) for name, sent_prompts in prompts.items()}
     result = report.summarize(settings, counts, distinct, measured)
     text, drawn = report.markdown(result), out / "throughput.png"
     print(json.dumps(result) if settings.as_json else text)
@@ -89,7 +92,7 @@ def encode_of(settings: BenchSettings, prompts: Prompts) -> Encode:
     Raises:
         ConfigError: a chat, but no tokenizer or no chat template; or thinking without a chat.
     """
-    chats = any(prompt.chat for many in prompts.values() for prompt in many)
+    chats = any(prompt.chat for prompts_of_set in prompts.values() for prompt in prompts_of_set)
     if settings.thinking is not None and not chats:
         required = f"none of {', '.join(prompts)} goes through a chat template"
         raise ConfigError("thinking", settings.thinking, required)
@@ -99,9 +102,9 @@ def encode_of(settings: BenchSettings, prompts: Prompts) -> Encode:
         required = "chats need the chat template of the model that the servers run"
         raise ConfigError("target", required=required)
     encode = datasets.encoder(source, settings.thinking)
-    for many in prompts.values():
+    for prompts_of_set in prompts.values():
         # A missing template is an error before a server starts.
-        encode(many[0], [])
+        encode(prompts_of_set[0], [])
     return encode
 
 
@@ -111,7 +114,7 @@ def measure(
     prompts: Prompts,
     encode: Encode,
     last_times: Mapping[str, float],
-) -> Measured:
+) -> Measurements:
     """Run one group of servers after another. The arms of a group take turns.
 
     Args:
@@ -121,61 +124,66 @@ def measure(
         Failed: an arm's answers are not the first arm's, where they must be; or a server cannot be
             started or asked.
     """
-    found = Measured(at_once=len(groups) == 1)
+    measurements = Measurements(at_once=len(groups) == 1)
     simulated = settings.simulated_acceptance is not None
-    few = asking(encode, settings.warm_up_tokens, simulated)
-    ask = asking(encode, settings.max_new_tokens, simulated)
+    ask_briefly = make_ask(encode, settings.warm_up_tokens, simulated)
+    ask = make_ask(encode, settings.max_new_tokens, simulated)
 
     def level(name: str, concurrency: int, endpoints: Mapping[str, load.Endpoint]) -> None:
-        passes = found.runs.setdefault((name, concurrency), {})
-        at = f"{name}, {concurrency} at a time"
-        for arm, to in endpoints.items():
-            bar.set_description(f"{at}: warming {arm}")
-            load.run(to, prompts[name][:concurrency], concurrency, few)
+        passes = measurements.runs.setdefault((name, concurrency), {})
+        label = f"{name}, {concurrency} at a time"
+        for arm, server in endpoints.items():
+            bar.set_description(f"{label}: warming {arm}")
+            load.run(server, prompts[name][:concurrency], concurrency, ask_briefly)
         for i in range(settings.rounds):
             # The order reverses every round: a machine that slows down slows all arms alike.
             for arm in list(endpoints)[:: -1 if i % 2 else 1]:
-                bar.set_description(f"{at}: {arm}, round {i + 1} of {settings.rounds}")
-                if not endpoints[arm].flush() and arm not in found.kept_prefixes:
-                    found.kept_prefixes.append(arm)
-                asked = endpoints[arm], prompts[name], concurrency, ask, bar.update
-                done = settled(partial(load.run, *asked), endpoints[arm].flush)
-                passes.setdefault(arm, []).append(done)
+                bar.set_description(f"{label}: {arm}, round {i + 1} of {settings.rounds}")
+                if not endpoints[arm].flush() and arm not in measurements.kept_prefixes:
+                    measurements.kept_prefixes.append(arm)
+                arguments = endpoints[arm], prompts[name], concurrency, ask, bar.update
+                bench_pass = measure_settled(partial(load.run, *arguments), endpoints[arm].flush)
+                passes.setdefault(arm, []).append(bench_pass)
 
     conversations = sum(map(len, prompts.values())) * len(settings.levels)
     arms = sum(map(len, groups))
     with progress_bar(conversations * arms * settings.rounds, steady=False) as bar:
         for group in groups:
-            began, before = time.monotonic(), [last_times[of] for of in group if of in last_times]
+            began, before = (
+                time.monotonic(),
+                [last_times[arm] for arm in group if arm in last_times],
+            )
             with ExitStack() as servers:
-                what = f"{'asking' if settings.base_url else 'starting'} {', '.join(group)}"
-                with waiting(bar, what, max(before, default=None)):
-                    endpoints = servers.enter_context(opened(group, settings))
+                activity = f"{'asking' if settings.base_url else 'starting'} {', '.join(group)}"
+                with waiting(bar, activity, max(before, default=None)):
+                    endpoints = servers.enter_context(open_endpoints(group, settings))
                 if not settings.base_url:
-                    found.start_s |= dict.fromkeys(group, round(time.monotonic() - began, 1))
-                found.servers |= {arm: to.describe() for arm, to in endpoints.items()}
+                    measurements.start_s |= dict.fromkeys(group, round(time.monotonic() - began, 1))
+                measurements.servers |= {
+                    arm: server.describe() for arm, server in endpoints.items()
+                }
                 for name in prompts:
                     for concurrency in settings.levels:
                         level(name, concurrency, endpoints)
-                        find_near_ties(settings, found, prompts, encode, endpoints)
-                        check_outputs(settings, found)
-    return found
+                        find_near_ties(settings, measurements, prompts, encode, endpoints)
+                        check_outputs(settings, measurements)
+    return measurements
 
 
-def asking(encode: Encode, max_new_tokens: int, simulated: bool) -> Ask:
+def make_ask(encode: Encode, max_new_tokens: int, simulated: bool) -> Ask:
     """Sends the next turn of a prompt."""
 
-    def ask(to: load.Endpoint, prompt: Prompt, answers: list[str]) -> load.Answer:
+    def ask(server: load.Endpoint, prompt: Prompt, answers: list[str]) -> load.Answer:
         # The model ends a chat; a text that is continued has no end, and random text none either.
         ignore_eos = simulated or not prompt.chat
-        return to.ask(encode(prompt, answers), max_new_tokens, ignore_eos)
+        return server.ask(encode(prompt, answers), max_new_tokens, ignore_eos)
 
     return ask
 
 
 def find_near_ties(
     settings: BenchSettings,
-    measured: Measured,
+    measured: Measurements,
     prompts: Prompts,
     encode: Encode,
     endpoints: Mapping[str, load.Endpoint],
@@ -188,21 +196,24 @@ def find_near_ties(
     for arm, places in differences(measured.runs).items():
         if arm in measured.near_ties or not places:
             continue
-        at = places[0]
-        sent = encode(prompts[at.dataset][at.prompt], [answer.text for answer in at.before])
-        told = near_tie(at, sent, endpoints, is_float32)
-        if told is not None:
-            measured.near_ties[arm] = told
+        difference = places[0]
+        sent = encode(
+            prompts[difference.dataset][difference.prompt],
+            [answer.text for answer in difference.before],
+        )
+        tie = near_tie(difference, sent, endpoints, is_float32)
+        if tie is not None:
+            measured.near_ties[arm] = tie
 
 
-def check_outputs(settings: BenchSettings, measured: Measured) -> None:
+def check_outputs(settings: BenchSettings, measured: Measurements) -> None:
     """Raise Failed if answers differ where they must not."""
     # Simulated acceptance changes the outputs, and the report says so.
     if report.why_unequal(settings, measured.servers) or settings.simulated_acceptance is not None:
         return
-    found = [place for places in differences(measured.runs).values() for place in places]
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        told = measured.near_ties.get(found[0].arm)
-        why = f"; {told}" if told else ""
-        raise Failed(f"{found[0]}{more}{why}; no figure of float32 without equal outputs")
+    different = [place for places in differences(measured.runs).values() for place in places]
+    if different:
+        more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
+        tie = measured.near_ties.get(different[0].arm)
+        why = f"; {tie}" if tie else ""
+        raise Failed(f"{different[0]}{more}{why}; no figure of float32 without equal outputs")

@@ -21,17 +21,17 @@ def compilations(log: Path | None, before: int | None = None) -> int | None:
     return None if log is None else log.read_bytes().count(LOGGED) - (before or 0)
 
 
-class Measured(Protocol):
+class CountsCompilations(Protocol):
     """A pass, of which it is known how many kernels were compiled in it, or not."""
 
     @property
     def compilations(self) -> int | None: ...
 
 
-P = TypeVar("P", bound=Measured)
+P = TypeVar("P", bound=CountsCompilations)
 
 
-def settled(measure: Callable[[], P], flush: Callable[[], Any]) -> P:
+def measure_settled(measure: Callable[[], P], flush: Callable[[], Any]) -> P:
     """Measure a pass, and again, after `flush`, while kernels were compiled in it: `TRIES` times at
     most."""
     done = measure()
@@ -43,7 +43,7 @@ def settled(measure: Callable[[], P], flush: Callable[[], Any]) -> P:
     return done
 
 
-def compiled_in(passes: Sequence[Measured]) -> int | None:
+def count_compilations(passes: Sequence[CountsCompilations]) -> int | None:
     """The number of compilations in passes; None if that of one is not known."""
-    known = [one.compilations for one in passes if one.compilations is not None]
-    return sum(known) if len(known) == len(passes) else None
+    counts = [measured.compilations for measured in passes if measured.compilations is not None]
+    return sum(counts) if len(counts) == len(passes) else None

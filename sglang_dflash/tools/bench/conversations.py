@@ -25,7 +25,7 @@ _ROLES: Mapping[str, str] = {
 }
 
 
-def of_row(row: Mapping[str, Any]) -> list[Message] | None:
+def read_row(row: Mapping[str, Any]) -> list[Message] | None:
     """The messages of `{"messages": [...]}` or `{"conversations": [{"from": ..., "value": ...}]}`;
     None for another row.
 
@@ -33,11 +33,11 @@ def of_row(row: Mapping[str, Any]) -> list[Message] | None:
         ValueError, TypeError, KeyError: a message is of no known form.
     """
     if "messages" in row:
-        return [_message(one) for one in row["messages"]]
+        return [_message(message) for message in row["messages"]]
     if "conversations" in row:
         return [
-            {"role": _known(one["from"]), "content": _text(one["value"])}
-            for one in row["conversations"]
+            {"role": _role_of(turn["from"]), "content": _text(turn["value"])}
+            for turn in row["conversations"]
         ]
     return None
 
@@ -45,29 +45,29 @@ def of_row(row: Mapping[str, Any]) -> list[Message] | None:
 def requests_of(messages: Sequence[Message]) -> list[int]:
     """Return where the requests of a conversation end: before each recorded answer, and at the end
     if the last message is to be answered."""
-    ends = [i for i, one in enumerate(messages) if i and one["role"] == "assistant"]
+    ends = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     if messages and messages[-1]["role"] in ("user", "tool"):
         ends.append(len(messages))
     # Of answers in a row, one is asked for.
     return [end for end in ends if messages[end - 1]["role"] in ("user", "tool")]
 
 
-def _known(speaker: str) -> str:
+def _role_of(speaker: str) -> str:
     if speaker not in _ROLES:
         raise ValueError(f"from {speaker!r}: one of {', '.join(_ROLES)} is required")
     return _ROLES[speaker]
 
 
-def _message(one: Mapping[str, Any]) -> Message:
+def _message(message: Mapping[str, Any]) -> Message:
     """Convert a message to the form of chat templates: text content, and call arguments that are
     not strings."""
-    role = "system" if one["role"] == "developer" else one["role"]
+    role = "system" if message["role"] == "developer" else message["role"]
     if role not in ("system", "user", "assistant", "tool"):
         raise ValueError(f"role {role!r}: system, user, assistant or tool is required")
-    kept = {**one, "role": role, "content": _text(one.get("content"))}
-    if kept.get("tool_calls"):
-        kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
-    return kept
+    converted = {**message, "role": role, "content": _text(message.get("content"))}
+    if converted.get("tool_calls"):
+        converted["tool_calls"] = [_call(call) for call in converted["tool_calls"]]
+    return converted
 
 
 def _call(call: Mapping[str, Any]) -> Message:

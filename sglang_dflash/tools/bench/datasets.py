@@ -44,10 +44,13 @@ class Prompt(NamedTuple):
         """A chat up to the turn after the last of `answers`."""
         if self.recorded:
             return list(self.recorded[len(answers)])
-        found = list[Message]()
+        messages = list[Message]()
         for turn, answer in zip(self.turns, answers, strict=False):
-            found += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
-        return [*found, {"role": "user", "content": self.turns[len(answers)]}]
+            messages += [
+                {"role": "user", "content": turn},
+                {"role": "assistant", "content": answer},
+            ]
+        return [*messages, {"role": "user", "content": self.turns[len(answers)]}]
 
     def text(self, answers: list[str]) -> str:
         """The text to continue, up to the turn after the last of `answers`."""
@@ -59,7 +62,7 @@ class Prompt(NamedTuple):
 Encode = Callable[[Prompt, list[str]], Input]
 
 
-class HubSet(NamedTuple):
+class HubDataset(NamedTuple):
     """A data set of the hub: its repository, and how to read the turns of a row."""
 
     repository: str
@@ -71,15 +74,17 @@ class HubSet(NamedTuple):
 _MATH = "\n\nReason step by step, and put the final answer in \\boxed{}."
 
 HUB = {
-    "gsm8k": HubSet("openai/gsm8k", "main", "test", lambda row: [row["question"] + _MATH]),
-    "math500": HubSet("HuggingFaceH4/MATH-500", None, "test", lambda row: [row["problem"] + _MATH]),
-    "humaneval": HubSet(
+    "gsm8k": HubDataset("openai/gsm8k", "main", "test", lambda row: [row["question"] + _MATH]),
+    "math500": HubDataset(
+        "HuggingFaceH4/MATH-500", None, "test", lambda row: [row["problem"] + _MATH]
+    ),
+    "humaneval": HubDataset(
         "openai/openai_humaneval",
         None,
         "test",
         lambda row: [f"Complete this Python function.\n\n```python\n{row['prompt']}```"],
     ),
-    "mbpp": HubSet(
+    "mbpp": HubDataset(
         "google-research-datasets/mbpp",
         "sanitized",
         "test",
@@ -88,10 +93,10 @@ HUB = {
             + "\n".join(row["test_list"])
         ],
     ),
-    "mt-bench": HubSet(
+    "mt-bench": HubDataset(
         "HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: list(row["prompt"])
     ),
-    "alpaca": HubSet(
+    "alpaca": HubDataset(
         "tatsu-lab/alpaca",
         None,
         "train",
@@ -119,19 +124,21 @@ def load(name: str, count: int, *, model: str | None = None, seed: int = 0) -> l
         ConfigError: it cannot be fetched.
     """
     if name in HUB:
-        found = _fetched(name)
+        prompts = _fetch(name)
     elif name == "stdlib":
-        found = stdlib_functions()
+        prompts = stdlib_functions()
     elif name == "chat":
-        found = from_file(CHAT)
+        prompts = from_file(CHAT)
     elif name in ("code", "edits"):
-        found = [_asked(name, function) for function in held_out_functions() if is_short(function)]
+        prompts = [
+            _ask_about(name, function) for function in held_out_functions() if is_short(function)
+        ]
     else:
         texts = demo_pair(model or "dense").prompts
         if not texts:
             raise ConfigError("dataset", name, f"the pair {model} has no texts; chat is for it")
-        found = [Prompt((text,), chat=False) for text in texts]
-    return select(found, count, seed)
+        prompts = [Prompt((text,), chat=False) for text in texts]
+    return select(prompts, count, seed)
 
 
 def select(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
@@ -139,7 +146,7 @@ def select(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
     return random.Random(seed).sample(prompts, min(count, len(prompts)))
 
 
-class Function(NamedTuple):
+class LibraryFunction(NamedTuple):
     """A function of the library.
 
     Attributes:
@@ -153,9 +160,9 @@ class Function(NamedTuple):
     document: int
 
 
-def held_out_functions() -> list[Function]:
+def held_out_functions() -> list[LibraryFunction]:
     """The functions of the held-out modules that have 8 lines or more."""
-    found = []
+    functions = []
     for module in HELD_OUT:
         source = inspect.getsource(importlib.import_module(module))
         lines = source.splitlines(keepends=True)
@@ -168,11 +175,11 @@ def held_out_functions() -> list[Function]:
             end = node.body[0].end_lineno if ast.get_docstring(node) is not None else None
             document = 0 if end is None else end - node.lineno + 1
             text = textwrap.dedent("".join(body)).splitlines(keepends=True)
-            found.append(Function(node.name, tuple(text), document))
-    return found
+            functions.append(LibraryFunction(node.name, tuple(text), document))
+    return functions
 
 
-def is_short(function: Function) -> bool:
+def is_short(function: LibraryFunction) -> bool:
     """Return whether a small model can be asked about a function: it has a docstring and a public
     name, and no more than 1200 characters."""
     is_public = not function.name.startswith("_")
@@ -181,15 +188,15 @@ def is_short(function: Function) -> bool:
 
 def stdlib_functions() -> list[Prompt]:
     """The first half of every held-out function, to be continued."""
-    found = [
+    halves = [
         Prompt(("".join(function.lines[: len(function.lines) // 2]),), chat=False)
         for function in held_out_functions()
     ]
     # Overloads for other Pythons begin alike.
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(halves))
 
 
-def _asked(name: str, function: Function) -> Prompt:
+def _ask_about(name: str, function: LibraryFunction) -> Prompt:
     """Return the prompt of a chat about a function: `code` completes it, `edits` renames it."""
     if name == "code":
         text = "".join(function.lines[: function.document])
@@ -201,7 +208,7 @@ def _asked(name: str, function: Function) -> Prompt:
     return Prompt((f"{ask}\n\n```python\n{''.join(function.lines)}```",), chat=True)
 
 
-def repeated(prompts: list[Prompt], count: int) -> list[Prompt]:
+def repeat_prompts(prompts: list[Prompt], count: int) -> list[Prompt]:
     """At least `count` prompts: all of them, over and over if there are fewer."""
     return list(islice(cycle(prompts), max(count, len(prompts))))
 
@@ -223,9 +230,9 @@ def from_file(path: Path) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         required = f"it cannot be read ({cut(str(error))})"
         raise ConfigError("dataset_file", str(path), required) from error
-    found = [_parsed(row, where) for where, row in _rows(text, path)]
+    parsed = [_parse_row(row, where) for where, row in _rows(text, path)]
     # ShareGPT has conversations in which there is nothing to answer.
-    prompts = [prompt for prompt in found if prompt.turns]
+    prompts = [prompt for prompt in parsed if prompt.turns]
     if not prompts:
         raise ConfigError("dataset_file", str(path), "it holds no prompt")
     return prompts
@@ -250,13 +257,13 @@ def _rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
             yield f"line {number}", row
 
 
-def _parsed(row: Any, where: str) -> Prompt:
+def _parse_row(row: Any, where: str) -> Prompt:
     why = (
         'in JSON {"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [...]} or ShareGPT\'s '
         '{"conversations": [...]} is required'
     )
     try:
-        messages = conversations.of_row(row)
+        messages = conversations.read_row(row)
         if messages is not None:
             ends = conversations.requests_of(messages)
             return Prompt(
@@ -276,23 +283,23 @@ def _parsed(row: Any, where: str) -> Prompt:
     raise ConfigError("dataset_file", line[:60], f"{where}: {why}")
 
 
-def _fetched(name: str) -> list[Prompt]:
+def _fetch(name: str) -> list[Prompt]:
     """A set of `HUB`, which the library `datasets` keeps on disk."""
     import datasets
 
-    of = HUB[name]
+    dataset = HUB[name]
     # The library would try for half a minute before it looks into its cache.
-    reason = unreachable(of.repository)
+    reason = unreachable(dataset.repository)
     if reason is not None:
         datasets.config.HF_HUB_OFFLINE = True
     try:
-        rows = datasets.load_dataset(of.repository, of.config, split=of.split)
+        rows = datasets.load_dataset(dataset.repository, dataset.config, split=dataset.split)
     # The hub, its client and the network raise many types; the way out is the same for all.
     except Exception as error:
         required = f"could not be fetched ({cut(reason or str(error))}); give {{dataset_file}}"
         required += f", or one of {', '.join(BUILT_IN)}"
-        raise ConfigError("dataset", name, f"{of.repository} {required}") from error
-    return [Prompt(tuple(of.turns(row)), chat=True) for row in rows]
+        raise ConfigError("dataset", name, f"{dataset.repository} {required}") from error
+    return [Prompt(tuple(dataset.turns(row)), chat=True) for row in rows]
 
 
 def encode_turn(
@@ -311,14 +318,14 @@ def encode_turn(
 
     if not prompt.chat:
         return tokenizer(prompt.text(answers))["input_ids"]
-    asked = None if thinking is None else thinking == "on"
-    return chat_tokens(tokenizer, prompt.messages(answers), asked, prompt.tools)
+    enable_thinking = None if thinking is None else thinking == "on"
+    return chat_tokens(tokenizer, prompt.messages(answers), enable_thinking, prompt.tools)
 
 
 def encoder(source: str | None, thinking: str | None = None) -> Encode:
     """Return a function that encodes prompts: `token_encoder`, or texts and messages as they are if
     no tokenizer is known (a `source` of None)."""
-    return _as_it_is if source is None else token_encoder(source, thinking)
+    return _pass_through if source is None else token_encoder(source, thinking)
 
 
 def token_encoder(
@@ -343,7 +350,7 @@ def token_encoder(
     return lambda prompt, answers: encode_turn(tokenizer, prompt, answers, thinking)
 
 
-def _as_it_is(prompt: Prompt, answers: list[str]) -> Input:
+def _pass_through(prompt: Prompt, answers: list[str]) -> Input:
     """Pass on texts or messages to a server that applies its own chat template."""
     if prompt.tools:
         required = "conversations with tools are sent as token ids, to SGLang servers"

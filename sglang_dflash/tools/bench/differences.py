@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from sglang_dflash.common.errors import Failed
-from sglang_dflash.tools.bench.load import Answer, Endpoint, Pass, SGLang, answered
+from sglang_dflash.tools.bench.load import Answer, BenchPass, Endpoint, SGLang, send_request
 
 # Data set and concurrency -> arm -> one pass per round. All arms have the same order of prompts.
-Runs = dict[tuple[str, int], dict[str, list[Pass]]]
+Runs = dict[tuple[str, int], dict[str, list[BenchPass]]]
 # Log-probabilities that rounding may bring into either order: of float32, whose sums over a
 # thousand terms differ in the sixth digit, and of 16 bits, where logits of 16 to 32 are multiples
 # of 0.125.
@@ -49,24 +49,24 @@ def differences(runs: Runs) -> dict[str, list[Difference]]:
     """Arm after the first -> where its answers differ from the first arm's of the same round."""
     differing: dict[str, list[Difference]] = {}
     for (dataset, concurrency), by_arm in runs.items():
-        first, *others = by_arm
-        for arm in others:
+        first_arm, *other_arms = by_arm
+        for arm in other_arms:
             places = differing.setdefault(arm, [])
-            for reference, other in zip(by_arm[first], by_arm[arm], strict=False):
-                pairs = zip(reference.answers, other.answers, strict=True)
-                for prompt, (ours, theirs) in enumerate(pairs):
-                    at = _first_difference(ours, theirs)
-                    if at is not None:
-                        turn, place, is_token = at
-                        before, answer = tuple(ours[:turn]), ours[turn]
-                        whose = arm, first, dataset, prompt, concurrency
+            for reference, compared in zip(by_arm[first_arm], by_arm[arm], strict=False):
+                pairs = zip(reference.answers, compared.answers, strict=True)
+                for prompt, (expected, actual) in enumerate(pairs):
+                    difference = _first_difference(expected, actual)
+                    if difference is not None:
+                        turn, place, is_token = difference
+                        before, answer = tuple(expected[:turn]), expected[turn]
+                        whose = arm, first_arm, dataset, prompt, concurrency
                         places.append(Difference(*whose, before, answer, place, is_token))
     return differing
 
 
-def _first_difference(ours: list[Answer], theirs: list[Answer]) -> tuple[int, int, bool] | None:
+def _first_difference(expected: list[Answer], actual: list[Answer]) -> tuple[int, int, bool] | None:
     """Turn and place, and whether it is a token's. Later turns have different histories."""
-    for turn, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    for turn, (a, b) in enumerate(zip(expected, actual, strict=True)):
         is_token = a.ids is not None and b.ids is not None
         x, y = (a.ids or (), b.ids or ()) if is_token else (a.text, b.text)
         if x != y:
@@ -93,10 +93,10 @@ class NearTie:
         return all(gap <= self.near for gap in self.gaps.values())
 
     def __str__(self) -> str:
-        told = " and ".join(f"{gap:.2g} on {arm}" for arm, gap in self.gaps.items())
+        gaps = " and ".join(f"{gap:.2g} on {arm}" for arm, gap in self.gaps.items())
         verdict = "a near-tie" if self.is_near else "no near-tie: rounding does not explain it"
         return (
-            f"there the log-probabilities of the two likeliest tokens differ by {told}, {verdict}"
+            f"there the log-probabilities of the two likeliest tokens differ by {gaps}, {verdict}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class NearTie:
 
 
 def near_tie(
-    at: Difference, prompt: Any, endpoints: Mapping[str, Endpoint], is_float32: bool
+    difference: Difference, prompt: Any, endpoints: Mapping[str, Endpoint], is_float32: bool
 ) -> NearTie | None:
     """Ask the servers of both arms for the place of a greedy answer; None if one cannot tell.
 
@@ -112,12 +112,18 @@ def near_tie(
         prompt: what the first arm was sent before the answer.
         endpoints: arm -> its server.
     """
-    asked = {arm: endpoints.get(arm) for arm in (at.first, at.arm)}
-    if not at.is_token or not all(isinstance(to, SGLang) for to in asked.values()):
+    servers = {arm: endpoints.get(arm) for arm in (difference.first, difference.arm)}
+    if not difference.is_token or not all(
+        isinstance(server, SGLang) for server in servers.values()
+    ):
         return None
-    prefix = list((at.answer.ids or ())[: at.place])
+    prefix = list((difference.answer.ids or ())[: difference.place])
     try:
-        gaps = {arm: _gap(to.url, prompt, prefix) for arm, to in asked.items() if to is not None}
+        gaps = {
+            arm: _gap(server.url, prompt, prefix)
+            for arm, server in servers.items()
+            if server is not None
+        }
     except (Failed, LookupError, TypeError, ValueError):  # A server without log-probabilities.
         return None
     return NearTie(gaps, _NEAR_FLOAT32 if is_float32 else _NEAR_16_BITS)
@@ -132,17 +138,17 @@ def _gap(url: str, prompt: Any, answer: list[int]) -> float:
         LookupError: the answer has no log-probabilities.
     """
     if isinstance(prompt, str):
-        told = _likely(url, {"text": prompt, "logprob_start_len": 0})
-        prompt = [token for _, token, *_ in told["input_token_logprobs"]]
-    told = _likely(url, {"input_ids": [*prompt, *answer], "top_logprobs_num": 2})
-    (first, *_), (second, *_) = told["output_top_logprobs"][0]
-    return abs(first - second)
+        meta_info = _likely(url, {"text": prompt, "logprob_start_len": 0})
+        prompt = [token for _, token, *_ in meta_info["input_token_logprobs"]]
+    meta_info = _likely(url, {"input_ids": [*prompt, *answer], "top_logprobs_num": 2})
+    (likeliest, *_), (next_likeliest, *_) = meta_info["output_top_logprobs"][0]
+    return abs(likeliest - next_likeliest)
 
 
-def _likely(url: str, asked: dict[str, Any]) -> dict[str, Any]:
+def _likely(url: str, fields: dict[str, Any]) -> dict[str, Any]:
     single = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
-    body = {**asked, "return_logprob": True, "sampling_params": single}
-    got = answered("POST", f"{url}/generate", json=body)
-    if not got.ok:
-        raise Failed(f"{url}: status {got.status_code}, {got.text[:300]}")
-    return got.json()["meta_info"]
+    body = {**fields, "return_logprob": True, "sampling_params": single}
+    response = send_request("POST", f"{url}/generate", json=body)
+    if not response.ok:
+        raise Failed(f"{url}: status {response.status_code}, {response.text[:300]}")
+    return response.json()["meta_info"]

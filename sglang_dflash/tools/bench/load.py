@@ -51,7 +51,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Pass:
+class BenchPass:
     """All prompts answered once.
 
     `answers`: by prompt, then by turn; `seconds`: from the first request to the last answer;
@@ -64,24 +64,24 @@ class Pass:
     compilations: int | None = field(default=None, kw_only=True)
 
     @property
-    def every(self) -> list[Answer]:
+    def all_answers(self) -> list[Answer]:
         """The answers in this order."""
         return [answer for turns in self.answers for answer in turns]
 
     @property
     def ids(self) -> list[tuple[int, ...] | None]:
-        return [answer.ids for answer in self.every]
+        return [answer.ids for answer in self.all_answers]
 
     @property
     def tokens(self) -> int:
-        return sum(answer.tokens for answer in self.every)
+        return sum(answer.tokens for answer in self.all_answers)
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
 
-def answered(method: str, url: str, **how: Any) -> requests.Response:
+def send_request(method: str, url: str, **how: Any) -> requests.Response:
     """Return a response of any status. Raises Failed if there is none."""
     try:
         return requests.request(method, url, timeout=60, **how)
@@ -130,57 +130,57 @@ class SGLang:
             "sampling_params": {**self.sampling, **ends},
             "stream": True,
         }
-        began, first = time.perf_counter(), None
+        began, first_token_at = time.perf_counter(), None
         ids, text, meta = list[int](), "", dict[str, Any]()
         for chunk in chunks(f"{self.url}/generate", body, self.timeout_s):
             meta = chunk["meta_info"]
-            if first is None and meta["completion_tokens"]:
-                first = time.perf_counter()
+            if first_token_at is None and meta["completion_tokens"]:
+                first_token_at = time.perf_counter()
             # All tokens so far or only new tokens, by a server flag. The first chunk is both.
-            whole = len(chunk["output_ids"]) == meta["completion_tokens"]
-            ids = chunk["output_ids"] if whole else ids + chunk["output_ids"]
+            is_cumulative = len(chunk["output_ids"]) == meta["completion_tokens"]
+            ids = chunk["output_ids"] if is_cumulative else ids + chunk["output_ids"]
             # A server without a tokenizer sends none.
             piece = chunk.get("text", "")
-            text = piece if whole else text + piece
+            text = piece if is_cumulative else text + piece
         ended = time.perf_counter()
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
             raise Failed(f"{self.url}: the answer was ended: {reason.get('message')}")
-        if first is None or len(ids) != meta["completion_tokens"]:
+        if first_token_at is None or len(ids) != meta["completion_tokens"]:
             raise Failed(
                 f"{self.url}: the stream holds {len(ids)} tokens of {meta.get('completion_tokens')}"
             )
         steps = meta.get("spec_verify_ct") or 0
-        return Answer(text, tuple(ids), len(ids), first - began, ended - began, steps)
+        return Answer(text, tuple(ids), len(ids), first_token_at - began, ended - began, steps)
 
     def flush(self) -> bool:
         """Forget cached prefixes, so that a prompt costs the same each time. False on failure."""
-        return answered("POST", f"{self.url}/flush_cache", params={"timeout": 30}).ok
+        return send_request("POST", f"{self.url}/flush_cache", params={"timeout": 30}).ok
 
     def info(self) -> ServerInfo:
         """Return the server's own /server_info."""
-        return ServerInfo(answered("GET", f"{self.url}/server_info").json())
+        return ServerInfo(send_request("GET", f"{self.url}/server_info").json())
 
     def describe(self) -> dict[str, str]:
         """Labels for a report, all of them read from the server."""
-        info = self.info()
-        paths = (info.info.get(of) for of in ("model_path", "speculative_draft_model_path"))
-        found = {"model": labelled(*paths), "worker": info.set_up(), **info.machine()}
+        report = self.info()
+        paths = (report.info.get(key) for key in ("model_path", "speculative_draft_model_path"))
+        labels = {"model": pair_label(*paths), "worker": report.set_up(), **report.machine()}
         if self.sampling["temperature"]:
-            found[SEEDED] = "on" if info.info.get("enable_deterministic_inference") else "off"
-        return found
+            labels[SEEDED] = "on" if report.info.get("enable_deterministic_inference") else "off"
+        return labels
 
-    def counted(self) -> VerifySteps:
+    def count_steps(self) -> VerifySteps:
         """Steps without drafts so far, which an answer's own count includes."""
-        ours = self.info()
-        steps, tokens = map(ours.values, ("undrafted_steps", "undrafted_tokens"))
+        report = self.info()
+        steps, tokens = map(report.values, ("undrafted_steps", "undrafted_tokens"))
         return VerifySteps(sum(steps), sum(tokens))
 
     def speculation(self, answers: list[Answer], counted: VerifySteps) -> VerifySteps:
         """Return the verify steps of a pass.
 
         Args:
-            counted: steps that `counted` reports for the time of the pass.
+            counted: the increase of `count_steps` during the pass.
         """
         return sum((of_answer(a.verify_steps, a.tokens) for a in answers), VerifySteps()) - counted
 
@@ -206,51 +206,51 @@ class OpenAI:
 
     def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
         """Stream one answer; reasoning counts as its text. Raises Failed."""
-        path, what = "/v1/completions", dict[str, Any](prompt=prompt)
+        path, prompt_fields = "/v1/completions", dict[str, Any](prompt=prompt)
         if isinstance(prompt[0], dict):
             path = "/v1/chat/completions"
             thinking = {"enable_thinking": self.thinking}
-            what = {"messages": prompt, "chat_template_kwargs": thinking}
+            prompt_fields = {"messages": prompt, "chat_template_kwargs": thinking}
         if ignore_eos:
             # An extension of OpenAI's API, so it is sent only if it is needed.
-            what["ignore_eos"] = True
+            prompt_fields["ignore_eos"] = True
         body = {
             "model": self.model,
-            **what,
+            **prompt_fields,
             **self.MORE,
             **self.sampling,
             "max_tokens": max_new_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        began, first, last = time.perf_counter(), None, 0.0
+        began, first_token_at, last_token_at = time.perf_counter(), None, 0.0
         text, ids, tokens = "", list[int](), 0
         for chunk in chunks(f"{self.url}{path}", body, self.timeout_s):
             for choice in chunk.get("choices") or ():
                 piece, new = _text(choice), choice.get("token_ids") or []
                 if piece or new:
-                    last = time.perf_counter()
-                    first = first or last
+                    last_token_at = time.perf_counter()
+                    first_token_at = first_token_at or last_token_at
                     text, ids = text + piece, ids + new
             tokens = (chunk.get("usage") or {}).get("completion_tokens") or tokens
-        if first is None or not tokens:
+        if first_token_at is None or not tokens:
             raise Failed(
                 f"{self.url}: an answer without text, or without `usage`, "
                 "whose tokens cannot be counted"
             )
         named = tuple(ids) if len(ids) == tokens else None
-        return Answer(text, named, tokens, first - began, last - began)
+        return Answer(text, named, tokens, first_token_at - began, last_token_at - began)
 
     def flush(self) -> bool:
         """See `SGLang.flush`. vLLM can do so only in its development mode."""
-        return answered("POST", f"{self.url}/reset_prefix_cache").ok
+        return send_request("POST", f"{self.url}/reset_prefix_cache").ok
 
     def describe(self) -> dict[str, str]:
         """See `SGLang.describe`. The API tells the model's name only."""
-        found = {"model": self.model, "worker": NOT_KNOWN, **ServerInfo({}).machine()}
-        return found | ({SEEDED: NOT_KNOWN} if self.sampling["temperature"] else {})
+        labels = {"model": self.model, "worker": NOT_KNOWN, **ServerInfo({}).machine()}
+        return labels | ({SEEDED: NOT_KNOWN} if self.sampling["temperature"] else {})
 
-    def counted(self) -> VerifySteps:
+    def count_steps(self) -> VerifySteps:
         """The API counts no steps."""
         return VerifySteps()
 
@@ -265,9 +265,9 @@ class VLLM(OpenAI):
 
     MORE: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}
 
-    def counted(self) -> VerifySteps:
+    def count_steps(self) -> VerifySteps:
         """Verify steps so far. Tokens that no request keeps are among those that it counts."""
-        page = answered("GET", f"{self.url}/metrics").text
+        page = send_request("GET", f"{self.url}/metrics").text
 
         def of(series: str) -> int:
             named = rf"^vllm:spec_decode_num_{series}_total(?:{{.*}})? (\S+)$"
@@ -278,21 +278,21 @@ class VLLM(OpenAI):
 
     def describe(self) -> dict[str, str]:
         """See `SGLang.describe`. In development mode it tells all."""
-        found = super().describe()
-        version = answered("GET", f"{self.url}/version")
+        labels = super().describe()
+        version = send_request("GET", f"{self.url}/version")
         if version.ok:
-            found["engine"] = f"vLLM {version.json()['version']}"
-        told = answered("GET", f"{self.url}/server_info", params={"config_format": "json"})
-        if not told.ok:
-            return found
-        config, machine = told.json()["vllm_config"], told.json()["system_env"]
+            labels["engine"] = f"vLLM {version.json()['version']}"
+        report = send_request("GET", f"{self.url}/server_info", params={"config_format": "json"})
+        if not report.ok:
+            return labels
+        config, machine = report.json()["vllm_config"], report.json()["system_env"]
         served, drafts = config["model_config"], config["speculative_config"]
         worker = "plain decoding"
         if drafts is not None:
             worker = f"{drafts['method']}, {drafts['num_speculative_tokens']} drafts per step"
         return {
-            **found,
-            "model": labelled(served["model"], drafts and drafts["model"]),
+            **labels,
+            "model": pair_label(served["model"], drafts and drafts["model"]),
             "worker": worker,
             "dtype": served["dtype"].removeprefix("torch."),
             "device": _device(machine),
@@ -300,7 +300,7 @@ class VLLM(OpenAI):
         }
 
 
-def labelled(target: str | None, draft: str | None) -> str:
+def pair_label(target: str | None, draft: str | None) -> str:
     """A pair, for reading."""
     # A hub name has two parts; of a folder's path the rest tells nothing to others.
     names = ["/".join(Path(path).parts[-2:]) for path in (target, draft) if path]
@@ -312,8 +312,12 @@ def _device(machine: Mapping[str, Any]) -> str:
     if machine["nvidia_gpu_models"]:
         return machine["nvidia_gpu_models"].splitlines()[0]
     lines = (line.partition(":") for line in (machine["cpu_info"] or "").splitlines())
-    told = {name.strip(): value.strip() for name, _, value in lines}
-    return f"CPU, {told.get('CPU(s)')} cores of {told.get('Model name')}" if told else NOT_KNOWN
+    cpu_facts = {name.strip(): value.strip() for name, _, value in lines}
+    return (
+        f"CPU, {cpu_facts.get('CPU(s)')} cores of {cpu_facts.get('Model name')}"
+        if cpu_facts
+        else NOT_KNOWN
+    )
 
 
 def _text(choice: dict[str, Any]) -> str:
@@ -334,9 +338,9 @@ def endpoint(url: str) -> Endpoint:
     """
     url = url.rstrip("/").removesuffix("/v1")
     try:
-        info = requests.get(f"{url}/server_info", timeout=60)
-        if info.ok and "internal_states" in info.json():
-            length = ServerInfo(info.json()).least("simulated_acceptance")
+        response = requests.get(f"{url}/server_info", timeout=60)
+        if response.ok and "internal_states" in response.json():
+            length = ServerInfo(response.json()).least("simulated_acceptance")
             if length:
                 raise Failed(
                     f"{url}: simulates an acceptance of {length:g}; "
@@ -355,12 +359,12 @@ def endpoint(url: str) -> Endpoint:
 
 
 def run(
-    to: Endpoint,
+    server: Endpoint,
     prompts: list[Prompt],
     concurrency: int,
     ask: Callable[[Endpoint, Prompt, list[str]], Answer],
     on_answer: Callable[[], Any] = lambda: None,
-) -> Pass:
+) -> BenchPass:
     """Every prompt once, at most `concurrency` conversations at a time.
 
     Args:
@@ -371,15 +375,15 @@ def run(
     def converse(prompt: Prompt) -> list[Answer]:
         answers: list[Answer] = []
         for _ in prompt.turns:
-            answers.append(ask(to, prompt, [answer.text for answer in answers]))
+            answers.append(ask(server, prompt, [answer.text for answer in answers]))
         on_answer()
         return answers
 
-    compiled, before, began = compilations(to.log), to.counted(), time.perf_counter()
+    compiled, before, began = compilations(server.log), server.count_steps(), time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         # The first failure cancels what has not begun.
         answers = list(pool.map(converse, prompts))
     seconds = time.perf_counter() - began
-    every = [answer for turns in answers for answer in turns]
-    steps = to.speculation(every, to.counted() - before)
-    return Pass(seconds, answers, steps, compilations=compilations(to.log, compiled))
+    all_answers = [answer for turns in answers for answer in turns]
+    steps = server.speculation(all_answers, server.count_steps() - before)
+    return BenchPass(seconds, answers, steps, compilations=compilations(server.log, compiled))

@@ -47,8 +47,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def title(result: dict[str, Any]) -> list[str]:
     """The title, line by line. A simulated acceptance comes first, as in the report."""
     models, devices, dtypes = (
-        " and ".join(dict.fromkeys(one[of] for one in result["servers"].values()))
-        for of in ("model", "device", "dtype")
+        " and ".join(dict.fromkeys(server[label] for server in result["servers"].values()))
+        for label in ("model", "device", "dtype")
     )
     simulated = [] if result["simulated_acceptance"] is None else [result["outputs"]]
     return [
@@ -64,18 +64,20 @@ def _panel(axis: Any, rows: list[dict[str, Any]], arms: list[str]) -> None:
     width = 0.8 / len(arms)
     for i, arm in enumerate(arms):
         by_level = {row["concurrency"]: row for row in rows if row["arm"] == arm}
-        found = [by_level[level] for level in levels]
-        at = [n + (i - (len(arms) - 1) / 2) * width for n in range(len(levels))]
-        rates = [one["output_tok_s"] for one in found]
+        arm_rows = [by_level[level] for level in levels]
+        places = [n + (i - (len(arms) - 1) / 2) * width for n in range(len(levels))]
+        rates = [row["output_tok_s"] for row in arm_rows]
         ranges = [
-            [one["output_tok_s"] - one["output_tok_s_min"] for one in found],
-            [one["output_tok_s_max"] - one["output_tok_s"] for one in found],
+            [row["output_tok_s"] - row["output_tok_s_min"] for row in arm_rows],
+            [row["output_tok_s_max"] - row["output_tok_s"] for row in arm_rows],
         ]
         bars = axis.bar(
-            at, rates, width * 0.92, label=arm, yerr=ranges, error_kw={"elinewidth": 0.8}
+            places, rates, width * 0.92, label=arm, yerr=ranges, error_kw={"elinewidth": 0.8}
         )
         if len(arms) > 1:
-            labels = [f"{'~' if one['within_noise'] else ''}{one['ratio']:.2f}x" for one in found]
+            labels = [
+                f"{'~' if row['within_noise'] else ''}{row['ratio']:.2f}x" for row in arm_rows
+            ]
             axis.bar_label(bars, labels, fontsize=7, padding=2)
     axis.set_xticks(range(len(levels)), [str(level) for level in levels])
     axis.set(xlabel="concurrency (requests at a time)", ylabel="output tokens per second")

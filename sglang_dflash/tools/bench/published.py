@@ -22,8 +22,8 @@ from sglang_dflash.common.progress import progress_bar
 from sglang_dflash.tools.bench import datasets, load, report
 from sglang_dflash.tools.bench.compare import Ask, load_prompts
 from sglang_dflash.tools.bench.datasets import Prompt
-from sglang_dflash.tools.bench.load import Endpoint, Pass
-from sglang_dflash.tools.bench.settings import BenchSettings, made_folder
+from sglang_dflash.tools.bench.load import BenchPass, Endpoint
+from sglang_dflash.tools.bench.settings import BenchSettings, make_folder
 
 FOR_ALL = spelled(
     (
@@ -61,20 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = settings_of(values)
         if settings.output_file is not None:
-            made_folder("output_file", Path(settings.output_file).parent)
+            make_folder("output_file", Path(settings.output_file).parent)
         is_first = os.environ.get("RANK", "0") == "0"
         for line in without_effect(settings, values) if is_first else ():
             print(f"warning: {line}", file=sys.stderr)
         # A data set or a file of prompts, in an order that the seed decides.
-        ((name, known),) = load_prompts(settings, datasets.ALL).items()
+        ((name, prompts),) = load_prompts(settings, datasets.ALL).items()
         if settings.backend == "transformers":
             # As in `sglang-dflash generate`.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             from sglang_dflash.tools.bench.published_pair import measure_pair
 
-            measured = measure_pair(settings, name, known)
+            measured = measure_pair(settings, name, prompts)
         else:
-            measured = measure_server(settings, name, known)
+            measured = measure_server(settings, name, prompts)
         if measured is not None:
             show(settings, *measured)
     except ConfigError as error:
@@ -110,14 +110,14 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def settings_of(given: Mapping[str, Any]) -> BenchSettings:
+def settings_of(fields: Mapping[str, Any]) -> BenchSettings:
     """Raises ConfigError: a value is out of range, or two do not go together."""
-    of_all = {"num_prompts": datasets.ALL} if given["backend"] == "transformers" else {}
-    settings = BenchSettings(**{**DEFAULTS, **of_all, **given})
+    of_all = {"num_prompts": datasets.ALL} if fields["backend"] == "transformers" else {}
+    settings = BenchSettings(**{**DEFAULTS, **of_all, **fields})
     if not settings.dataset and settings.dataset_file is None:
         raise ConfigError("dataset", required="missing; give it or {dataset_file}")
-    for field, many in (("dataset", settings.dataset), ("concurrency", settings.levels)):
-        if len(many) > 1:
+    for field, chosen in (("dataset", settings.dataset), ("concurrency", settings.levels)):
+        if len(chosen) > 1:
             raise ConfigError(field, getattr(settings, field), "only one is measured at a time")
     if settings.backend == "transformers" and settings.draft is None:
         required = "missing; the draft of {target}, a folder or a hub name, is required"
@@ -125,13 +125,13 @@ def settings_of(given: Mapping[str, Any]) -> BenchSettings:
     return settings
 
 
-def without_effect(settings: BenchSettings, given: Mapping[str, Any]) -> list[str]:
+def without_effect(settings: BenchSettings, fields: Mapping[str, Any]) -> list[str]:
     """A line for every flag that was given and changes nothing."""
     unread = FOR_SERVERS if settings.backend == "transformers" else FOR_PAIRS
     lines = [
         f"{names.split()[0]} has no effect with --backend {settings.backend}"
         for name, names in unread.items()
-        if name in given
+        if name in fields
     ]
     if settings.thinking == "on" and set(settings.dataset) & set(datasets.BUILT_IN):
         texts = "its prompts are texts to continue, without a chat template"
@@ -150,7 +150,7 @@ def show(
 
 
 def measure_server(
-    settings: BenchSettings, name: str, known: list[Prompt]
+    settings: BenchSettings, name: str, available: list[Prompt]
 ) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
     """The figures of a running server, its summary, and the answers.
 
@@ -160,64 +160,70 @@ def measure_server(
     """
     count, (concurrency,) = settings.num_prompts, settings.levels
     # Warm-up prompts are not measured, unless the data set is too small. Of each the first turn.
-    first = (prompt._replace(turns=prompt.turns[:1]) for prompt in cycle(known))
-    prompts = list(islice(first, concurrency + count))
-    to = _endpoint(settings)
+    first_turns = (prompt._replace(turns=prompt.turns[:1]) for prompt in cycle(available))
+    prompts = list(islice(first_turns, concurrency + count))
+    server = _endpoint(settings)
     # vLLM applies its chat template itself; SGLang's own API takes token ids.
     tokenizer = settings.target if settings.backend == "sglang" else None
     encode = datasets.encoder(tokenizer, settings.thinking)
 
-    def asking(max_new_tokens: int) -> Ask:
-        return lambda to, prompt, answers: to.ask(encode(prompt, answers), max_new_tokens, False)
+    def make_ask(max_new_tokens: int) -> Ask:
+        return lambda server, prompt, answers: server.ask(
+            encode(prompt, answers), max_new_tokens, False
+        )
 
-    if not to.flush():
+    if not server.flush():
         print("warning: the server's prefix cache could not be emptied", file=sys.stderr)
-    if len(known) < len(prompts):
+    if len(available) < len(prompts):
         print(
-            f"warning: {name} has {len(known)} prompts, which repeat; repeated ones hit the "
+            f"warning: {name} has {len(available)} prompts, which repeat; repeated ones hit the "
             "server's prefix cache",
             file=sys.stderr,
         )
-    load.run(to, prompts[:concurrency], concurrency, asking(settings.warm_up_tokens))
+    load.run(server, prompts[:concurrency], concurrency, make_ask(settings.warm_up_tokens))
     with progress_bar(count) as bar:
-        ask = asking(settings.max_new_tokens)
-        done = load.run(to, prompts[concurrency:], concurrency, ask, bar.update)
-    result = server_figures(settings, name, done)
-    answers = [{"text": one.text, "tokens": one.tokens} for one in done.every]
+        ask = make_ask(settings.max_new_tokens)
+        bench_pass = load.run(server, prompts[concurrency:], concurrency, ask, bar.update)
+    result = server_figures(settings, name, bench_pass)
+    answers = [{"text": answer.text, "tokens": answer.tokens} for answer in bench_pass.all_answers]
     return result, server_lines(result), answers
 
 
 def _endpoint(settings: BenchSettings) -> Endpoint:
     """Raises Failed if the server is of another kind than the backend."""
-    found = load.endpoint(settings.url)
+    server = load.endpoint(settings.url)
     if settings.backend == "vllm":
         thinking = settings.thinking == "on"
         model = settings.target or ""
         sampling = settings.sampling(load.OpenAI.SEED)
-        return load.OpenAI(found.url, model, sampling, settings.timeout_s, thinking)
-    if not isinstance(found, load.SGLang):
+        return load.OpenAI(server.url, model, sampling, settings.timeout_s, thinking)
+    if not isinstance(server, load.SGLang):
         raise Failed(
             f"{settings.url}: no SGLang server, but one of the OpenAI API; give --backend vllm"
         )
-    return load.SGLang(found.url, settings.sampling(load.SGLang.SEED), settings.timeout_s)
+    return load.SGLang(server.url, settings.sampling(load.SGLang.SEED), settings.timeout_s)
 
 
-def server_figures(settings: BenchSettings, dataset: str, done: Pass) -> dict[str, Any]:
+def server_figures(settings: BenchSettings, dataset: str, bench_pass: BenchPass) -> dict[str, Any]:
     """The figures of a pass, by name. Times of single tokens and answers are in ms."""
-    own = [one.tokens / one.verify_steps for one in done.every if one.verify_steps]
+    lengths = [
+        answer.tokens / answer.verify_steps
+        for answer in bench_pass.all_answers
+        if answer.verify_steps
+    ]
     return {
         "backend": settings.backend,
         "model": settings.target,
         "dataset": dataset,
         "num_prompts": settings.num_prompts,
         "concurrency": settings.levels[0],
-        "latency_s": done.seconds,
-        "output_tokens": done.tokens,
-        "output_tok_s": done.tokens_per_second,
-        "acceptance_length": done.speculation.acceptance_length,
-        "spec_accept_length": float(np.mean(own)) if own else None,
-        "verify_steps": done.speculation.steps,
-        **report.percentiles(done.every),
+        "latency_s": bench_pass.seconds,
+        "output_tokens": bench_pass.tokens,
+        "output_tok_s": bench_pass.tokens_per_second,
+        "acceptance_length": bench_pass.speculation.acceptance_length,
+        "spec_accept_length": float(np.mean(lengths)) if lengths else None,
+        "verify_steps": bench_pass.speculation.steps,
+        **report.percentiles(bench_pass.all_answers),
     }
 
 

@@ -54,7 +54,7 @@ class PairAnswer:
 
 
 def measure_pair(
-    settings: BenchSettings, name: str, known: list[Prompt]
+    settings: BenchSettings, name: str, available: list[Prompt]
 ) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]] | None:
     """The figures, their summary, and the answers; None on all but the first of torchrun's ranks.
 
@@ -65,7 +65,7 @@ def measure_pair(
         ConfigError: a model is not available, or the two models do not fit.
     """
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    prompts = known[: min(settings.num_prompts, settings.max_samples or len(known))]
+    prompts = available[: min(settings.num_prompts, settings.max_samples or len(available))]
     measured, verify_block = _measure(settings, rank, ranks, prompts)
     everything: list[Any] = [measured]
     if ranks > 1:
@@ -76,12 +76,12 @@ def measure_pair(
         distributed.destroy_process_group()
     if rank:
         return None
-    found = [one for many in everything for one in many]
-    found.sort(key=lambda one: (one.prompt, one.turn))
-    result = pair_figures(settings, name, ranks, verify_block, found)
+    answers_of_all = [answer for answers_of_rank in everything for answer in answers_of_rank]
+    answers_of_all.sort(key=lambda answer: (answer.prompt, answer.turn))
+    result = pair_figures(settings, name, ranks, verify_block, answers_of_all)
     answers = [
-        {"prompt": one.prompt, "turn": one.turn, "tokens": one.tokens, "text": one.text}
-        for one in found
+        {"prompt": answer.prompt, "turn": answer.turn, "tokens": answer.tokens, "text": answer.text}
+        for answer in answers_of_all
     ]
     return result, pair_lines(result), answers
 
@@ -94,19 +94,19 @@ def _measure(
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
     dtype = None if settings.dtype == "auto" else settings.dtype
     pair = load(settings.target or "", settings.draft or "", options, dtype, device)
-    own = range(rank, len(prompts), ranks)
+    indices = range(rank, len(prompts), ranks)
     measured: list[PairAnswer] = []
-    shown = progress_bar(len(own)) if rank == 0 else nullcontext()
-    with shown as bar:
-        answered(settings, pair, options, 0, prompts[0], [], settings.warm_up_tokens)
-        for index in own:
+    progress = progress_bar(len(indices)) if rank == 0 else nullcontext()
+    with progress as bar:
+        answer_turn(settings, pair, options, 0, prompts[0], [], settings.warm_up_tokens)
+        for index in indices:
             # A turn continues DFlash's answers to those before it.
             answers: list[str] = []
             for _ in prompts[index].turns:
                 limit = settings.max_new_tokens
-                one = answered(settings, pair, options, index, prompts[index], answers, limit)
-                measured.append(one)
-                answers.append(one.text)
+                answer = answer_turn(settings, pair, options, index, prompts[index], answers, limit)
+                measured.append(answer)
+                answers.append(answer.text)
             if bar is not None:
                 bar.update()
     return measured, options.resolve(pair.draft.config).verify_block
@@ -129,7 +129,7 @@ def plain_generate(
     return tokens
 
 
-def answered(
+def answer_turn(
     settings: BenchSettings,
     pair: LoadedPair,
     options: Options,
@@ -163,11 +163,11 @@ def answered(
 
     # The order changes from prompt to prompt, like the arms of `sglang-dflash bench`.
     if index % 2:
-        out, dflash_s = timed(dflash, pair.draft.device)
-        tokens, plain_s = timed(plain, pair.draft.device)
+        out, dflash_s = time_run(dflash, pair.draft.device)
+        tokens, plain_s = time_run(plain, pair.draft.device)
     else:
-        tokens, plain_s = timed(plain, pair.draft.device)
-        out, dflash_s = timed(dflash, pair.draft.device)
+        tokens, plain_s = time_run(plain, pair.draft.device)
+        out, dflash_s = time_run(dflash, pair.draft.device)
     return PairAnswer(
         index,
         len(answers),
@@ -180,7 +180,7 @@ def answered(
     )
 
 
-def timed(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
+def time_run(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
     """Return the result of `run` and its seconds on the device."""
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -196,11 +196,11 @@ def pair_figures(
     settings: BenchSettings, dataset: str, ranks: int, verify_block: int, measured: list[PairAnswer]
 ) -> dict[str, Any]:
     """The figures of all answers, by name."""
-    plain, dflash = ([getattr(one, at) for one in measured] for at in ("plain_s", "dflash_s"))
+    plain, dflash = ([getattr(answer, at) for answer in measured] for at in ("plain_s", "dflash_s"))
     speedups = [a / b for a, b in zip(plain, dflash, strict=True)]
-    kept = [count for one in measured for count in one.committed]
-    means = [float(np.mean(one.committed)) for one in measured if one.committed]
-    counts = np.bincount(np.array(kept, dtype=int), minlength=verify_block + 1)
+    committed = [count for answer in measured for count in answer.committed]
+    means = [float(np.mean(answer.committed)) for answer in measured if answer.committed]
+    counts = np.bincount(np.array(committed, dtype=int), minlength=verify_block + 1)
     return {
         "backend": settings.backend,
         "model": settings.target,
@@ -208,38 +208,38 @@ def pair_figures(
         "dataset": dataset,
         "ranks": ranks,
         "answer_count": len(measured),
-        "output_tokens": sum(len(one.tokens) for one in measured),
+        "output_tokens": sum(len(answer.tokens) for answer in measured),
         "baseline_tok_s": 1 / float(np.mean(plain)),
         "dflash_tok_s": 1 / float(np.mean(dflash)),
         "speedup": float(np.mean(plain) / np.mean(dflash)),
         "speedup_range": [min(speedups), max(speedups)],
-        "acceptance_length": VerifySteps(len(kept), sum(kept)).acceptance_length,
+        "acceptance_length": VerifySteps(len(committed), sum(committed)).acceptance_length,
         "average_acceptance_length": float(np.mean(means)) if means else None,
         # The share of steps that kept 0, 1, ... tokens.
-        "acceptance_length_histogram": (counts / max(1, len(kept))).tolist(),
-        "verify_steps": len(kept),
-        "same_answers": sum(one.same for one in measured),
+        "acceptance_length_histogram": (counts / max(1, len(committed))).tolist(),
+        "verify_steps": len(committed),
+        "same_answers": sum(answer.same for answer in measured),
     }
 
 
 def pair_lines(result: dict[str, Any]) -> list[str]:
     """The published summary."""
     low, high = result["speedup_range"]
-    found = [
+    lines = [
         f"Baseline throughput: {result['baseline_tok_s']:.2f} tok/s",
         f"DFlash throughput:  {result['dflash_tok_s']:.2f} tok/s",
         f"Decoding speedup: {result['speedup']:.2f} (of single answers: {low:.2f} to {high:.2f})",
     ]
     if result["acceptance_length"] is not None:
         shares = [f"{100 * share:.1f}%" for share in result["acceptance_length_histogram"]]
-        found += [
+        lines += [
             f"Acceptance length: {result['acceptance_length']:.3f}",
             f"Average Acceptance length: {result['average_acceptance_length']:.3f} (the mean over "
             "answers of their means, as z-lab's)",
             f"Acceptance length histogram: {shares}",
         ]
-    found.append(
+    lines.append(
         f"Outputs: {result['same_answers']} of {result['answer_count']} are plain decoding's, "
         "token by token"
     )
-    return found
+    return lines

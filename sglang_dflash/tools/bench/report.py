@@ -11,15 +11,15 @@ import numpy as np
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.serving.metrics.server import NOT_KNOWN
-from sglang_dflash.tools.bench.compiled import compiled_in
+from sglang_dflash.tools.bench.compiled import count_compilations
 from sglang_dflash.tools.bench.differences import NearTie, Runs, differences
-from sglang_dflash.tools.bench.load import SEEDED, Answer, Pass
+from sglang_dflash.tools.bench.load import SEEDED, Answer, BenchPass
 from sglang_dflash.tools.bench.settings import WIDTH, BenchSettings
 from sglang_dflash.tools.demo_pairs.pairs import kinds
 
 
 @dataclass
-class Measured:
+class Measurements:
     """The measurements of a run.
 
     Attributes:
@@ -56,26 +56,28 @@ def percentiles(answers: Sequence[Answer]) -> dict[str, float | None]:
         "ttft_ms": [answer.first_token_s for answer in answers],
         "tpot_ms": [a.per_token_s for a in answers if a.per_token_s is not None],
     }
-    found: dict[str, float | None] = {}
+    figures: dict[str, float | None] = {}
     for name in TIMES:
         keys = percentile_keys(name)
-        found |= dict.fromkeys(keys)
+        figures |= dict.fromkeys(keys)
         if values[name]:
-            at = np.percentile(values[name], (50, 95, 99))
-            found |= {key: round(1000 * float(s), 2) for key, s in zip(keys, at, strict=True)}
-    return found
+            quantiles = np.percentile(values[name], (50, 95, 99))
+            figures |= {
+                key: round(1000 * float(s), 2) for key, s in zip(keys, quantiles, strict=True)
+            }
+    return figures
 
 
-def row(passes: list[Pass]) -> dict[str, Any]:
+def row(passes: list[BenchPass]) -> dict[str, Any]:
     """Figures of one arm at one concurrency over all rounds.
 
     `output_tok_s` is the median over rounds, with the least and the most beside it. Times are of
     all answers, in milliseconds: to the first token, and per token after it (a mean per answer).
-    `compiled_while_measured`: see `compiled_in`.
+    `compiled_while_measured`: see `count_compilations`.
     """
-    answers = [answer for one in passes for answer in one.every]
-    rates = [one.tokens_per_second for one in passes]
-    length = sum((one.speculation for one in passes), VerifySteps()).acceptance_length
+    answers = [answer for each_pass in passes for answer in each_pass.all_answers]
+    rates = [each_pass.tokens_per_second for each_pass in passes]
+    length = sum((each_pass.speculation for each_pass in passes), VerifySteps()).acceptance_length
     return {
         "output_tok_s": round(float(np.median(rates)), 2),
         "output_tok_s_min": round(min(rates), 2),
@@ -83,8 +85,8 @@ def row(passes: list[Pass]) -> dict[str, Any]:
         **percentiles(answers),
         "acceptance_length": None if length is None else round(length, 3),
         "answers": len(answers),
-        "tokens": sum(one.tokens for one in passes),
-        "compiled_while_measured": compiled_in(passes),
+        "tokens": sum(each_pass.tokens for each_pass in passes),
+        "compiled_while_measured": count_compilations(passes),
     }
 
 
@@ -106,44 +108,47 @@ def rows(runs: Runs) -> list[dict[str, Any]]:
     None for an arm alone. `within_noise`: whether that is no difference (`is_within_noise`), None
     for the first arm.
     """
-    found = []
+    table = []
     for (dataset, concurrency), by_arm in runs.items():
         # From the counts, not from rounded rates.
-        rates = {arm: [one.tokens_per_second for one in of] for arm, of in by_arm.items()}
-        first, base = next(iter(rates.items()))
+        rates = {
+            arm: [each_pass.tokens_per_second for each_pass in passes_of_arm]
+            for arm, passes_of_arm in by_arm.items()
+        }
+        first_arm, base = next(iter(rates.items()))
         for arm, passes in by_arm.items():
             ratio = round(float(np.median(rates[arm]) / np.median(base)), 3)
-            found.append(
+            table.append(
                 {
                     "dataset": dataset,
                     "concurrency": concurrency,
                     "arm": arm,
                     "ratio": ratio if len(by_arm) > 1 else None,
-                    "within_noise": None if arm == first else is_within_noise(rates[arm], base),
+                    "within_noise": None if arm == first_arm else is_within_noise(rates[arm], base),
                     **row(passes),
                 }
             )
-    return found
+    return table
 
 
 def dtypes(settings: BenchSettings, servers: Mapping[str, Mapping[str, str]]) -> set[str]:
     """Return the dtypes of the arms: as their servers report, or else as --dtype says."""
-    asked = NOT_KNOWN if settings.dtype == "auto" else settings.dtype
-    told = (one["dtype"] for one in servers.values())
-    return {asked if dtype == NOT_KNOWN else dtype for dtype in told}
+    dtype_flag = NOT_KNOWN if settings.dtype == "auto" else settings.dtype
+    reported = (server["dtype"] for server in servers.values())
+    return {dtype_flag if dtype == NOT_KNOWN else dtype for dtype in reported}
 
 
 def why_unequal(settings: BenchSettings, servers: Mapping[str, Mapping[str, str]]) -> str | None:
     """Return why outputs of the arms may differ; None if they must be equal."""
-    found = dtypes(settings, servers)
-    if NOT_KNOWN in found:
+    computed = dtypes(settings, servers)
+    if NOT_KNOWN in computed:
         return "arms whose dtype is not known (--dtype names it)"
-    if found != {"float32"}:
+    if computed != {"float32"}:
         # They may fall either way.
-        return f"near-ties of {' and '.join(sorted(found))}"
-    if {one.get(SEEDED, "on") for one in servers.values()} != {"on"}:
+        return f"near-ties of {' and '.join(sorted(computed))}"
+    if {server.get(SEEDED, "on") for server in servers.values()} != {"on"}:
         return "samples of arms without --enable-deterministic-inference"
-    if any(not one["device"].startswith(("CPU", NOT_KNOWN)) for one in servers.values()):
+    if any(not server["device"].startswith(("CPU", NOT_KNOWN)) for server in servers.values()):
         # A GPU verifies a block with other kernels than it decodes a token with.
         return "near-ties of float32 on a GPU"
     return None
@@ -153,7 +158,7 @@ def summarize(
     settings: BenchSettings,
     prompts: dict[str, int],
     distinct: dict[str, int],
-    measured: Measured,
+    measured: Measurements,
 ) -> dict[str, Any]:
     """The whole report as one object.
 
@@ -166,7 +171,7 @@ def summarize(
     if simulated is None:
         differing = {arm: len(places) for arm, places in differences(runs).items()}
     in_turns = "all servers at once, arms taking turns"
-    pair = settings.of_the_pair
+    pair = settings.own_text_pair
     return {
         "width": _width(settings, measured),
         "outputs": _outputs(settings, measured, differing),
@@ -194,9 +199,9 @@ def summarize(
     }
 
 
-def _width(settings: BenchSettings, measured: Measured) -> str | None:
+def _width(settings: BenchSettings, measured: Measurements) -> str | None:
     """Say in words that the arm dflash does not have a server's default width; None if it has."""
-    is_cpu = any(one["device"].startswith("CPU") for one in measured.servers.values())
+    is_cpu = any(server["device"].startswith("CPU") for server in measured.servers.values())
     if not (is_cpu and settings.verifies_whole_blocks):
         return None
     return (
@@ -205,7 +210,9 @@ def _width(settings: BenchSettings, measured: Measured) -> str | None:
     )
 
 
-def _outputs(settings: BenchSettings, measured: Measured, differing: dict[str, int] | None) -> str:
+def _outputs(
+    settings: BenchSettings, measured: Measurements, differing: dict[str, int] | None
+) -> str:
     """Return the result of comparing outputs. `differing`: None if outputs were not compared."""
     if differing is None:
         return (
@@ -214,14 +221,18 @@ def _outputs(settings: BenchSettings, measured: Measured, differing: dict[str, i
         )
     if not differing:
         return "outputs: not compared: one arm"
-    first, *_ = next(iter(measured.runs.values()))
-    count = sum(len(one.answers) for by_arm in measured.runs.values() for one in by_arm[first])
+    first_arm, *_ = next(iter(measured.runs.values()))
+    count = sum(
+        len(bench_pass.answers)
+        for by_arm in measured.runs.values()
+        for bench_pass in by_arm[first_arm]
+    )
     why, how = why_unequal(settings, measured.servers), sampling(settings)
     if why is None:
         return f"outputs: the same in all arms ({count} answers each, {how}, float32)"
     counts = ", ".join(f"{arm} {different} of {count}" for arm, different in differing.items())
-    told = [f"; of {arm} the first: {tie}" for arm, tie in measured.near_ties.items()]
-    return f"outputs may differ from {first}'s by {why}, and did for: {counts}{''.join(told)}"
+    ties = [f"; of {arm} the first: {tie}" for arm, tie in measured.near_ties.items()]
+    return f"outputs may differ from {first_arm}'s by {why}, and did for: {counts}{''.join(ties)}"
 
 
 def sampling(settings: BenchSettings) -> str:
@@ -286,52 +297,55 @@ def _servers(result: dict[str, Any]) -> list[str]:
     """A line for each arm's server, and one for what all of them have in common."""
     servers, common = result["servers"], dict[str, str]()
     for name in next(iter(servers.values())):
-        values = {one[name] for one in servers.values()}
+        values = {server[name] for server in servers.values()}
         if len(values) == 1 and len(servers) > 1:
             common[name] = values.pop()
     every = {"all arms": common} if common else {}
-    told = {
-        **{arm: {k: v for k, v in one.items() if k not in common} for arm, one in servers.items()},
+    described = {
+        **{
+            arm: {k: v for k, v in server.items() if k not in common}
+            for arm, server in servers.items()
+        },
         **every,
     }
-    asked, lines = result["asked_dtype"], []
-    for who, facts in told.items():
-        if facts.get("dtype") == NOT_KNOWN and asked != "auto":
-            facts = {**facts, "dtype": f"{asked} (as asked for; the server does not tell)"}
+    dtype_flag, lines = result["asked_dtype"], []
+    for who, facts in described.items():
+        if facts.get("dtype") == NOT_KNOWN and dtype_flag != "auto":
+            facts = {**facts, "dtype": f"{dtype_flag} (as asked for; the server does not tell)"}
         lines += [f"{who}: {'; '.join(f'{k} {v}' for k, v in facts.items())}"] if facts else []
     return lines
 
 
-def times(one: dict[str, Any], name: str) -> str:
+def times(row: dict[str, Any], name: str) -> str:
     """Median and percentiles of one of `TIMES`, for reading."""
-    values = [one[key] for key in percentile_keys(name)]
+    values = [row[key] for key in percentile_keys(name)]
     return "-" if None in values else "/".join(map(str, values))
 
 
-def cells(one: dict[str, Any]) -> dict[str, Any]:
+def cells(row: dict[str, Any]) -> dict[str, Any]:
     """A row as the table shows it: title -> text."""
-    spread = f" ({one['output_tok_s_min']} to {one['output_tok_s_max']})"
-    noise = "~" if one["within_noise"] else ""
+    spread = f" ({row['output_tok_s_min']} to {row['output_tok_s_max']})"
+    noise = "~" if row["within_noise"] else ""
     return {
-        "data set": one["dataset"],
-        "concurrency": one["concurrency"],
-        "arm": one["arm"],
-        "output tok/s (range)": f"{one['output_tok_s']}{spread}",
-        "ratio": "-" if one["ratio"] is None else f"{noise}{one['ratio']}x",
-        **{f"{title} p50/p95/p99": times(one, name) for name, title in TIMES.items()},
-        "acceptance length": one["acceptance_length"] or "-",
+        "data set": row["dataset"],
+        "concurrency": row["concurrency"],
+        "arm": row["arm"],
+        "output tok/s (range)": f"{row['output_tok_s']}{spread}",
+        "ratio": "-" if row["ratio"] is None else f"{noise}{row['ratio']}x",
+        **{f"{title} p50/p95/p99": times(row, name) for name, title in TIMES.items()},
+        "acceptance length": row["acceptance_length"] or "-",
     }
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Card and table."""
-    found = [cells(one) for one in result["rows"]]
-    titles = list(found[0])
+    shown_rows = [cells(row) for row in result["rows"]]
+    titles = list(shown_rows[0])
     if result["simulated_acceptance"] is not None:
         titles[-1] = f"simulated {titles[-1]}"
     if result["temperature"]:
         titles[-1] += f" at temperature {result['temperature']:g}"
     lines = [f"- {line}" for line in card(result)]
     lines += ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    lines += [f"| {' | '.join(map(str, one.values()))} |" for one in found]
+    lines += [f"| {' | '.join(map(str, shown_row.values()))} |" for shown_row in shown_rows]
     return "\n".join([*lines, ""])

@@ -33,7 +33,7 @@ FlagValue = str | int | float | bool | tuple[str | int | float, ...]
 KV_TOKENS = 16384
 
 
-def rendered(flags: Mapping[str, FlagValue]) -> list[str]:
+def render_flags(flags: Mapping[str, FlagValue]) -> list[str]:
     """Flags as words of a command line."""
     words: list[str] = []
     for name, value in flags.items():
@@ -55,7 +55,7 @@ class Program(Protocol):
     def serves(self, url: str, log: Path) -> bool:
         """Return whether the server answers requests by now."""
 
-    def trouble(self, how: str, log: Path) -> str:
+    def explain_failure(self, how: str, log: Path) -> str:
         """Return why the server does not serve, by its log.
 
         Args:
@@ -85,7 +85,7 @@ class ServerConfig:
 
     def args(self) -> list[str]:
         """The command line after `python -m MODULE`."""
-        return [*rendered(self.flags), *self.extra_args]
+        return [*render_flags(self.flags), *self.extra_args]
 
     def command(self, port: int) -> list[str]:
         at = ["--host", "127.0.0.1", "--port", str(port)]
@@ -98,7 +98,7 @@ class ServerConfig:
         # Written once the warm-up request has been answered.
         return "ready to roll" in log.read_text(errors="replace")
 
-    def trouble(self, how: str, log: Path) -> str:
+    def explain_failure(self, how: str, log: Path) -> str:
         tail = log.read_text(errors="replace").splitlines()[-25:]
         return "\n".join([f"the server {how}:", *tail])
 
@@ -227,7 +227,7 @@ class ServerProcess:
         self._fail(f"did not answer within {self.timeout_s:.0f} s")
 
     def _fail(self, how: str) -> NoReturn:
-        raise Failed(self.config.trouble(how, self.log))
+        raise Failed(self.config.explain_failure(how, self.log))
 
     def stop(self) -> None:
         """End the process and its children."""

@@ -146,17 +146,17 @@ class BenchSettings:
         _ = self.levels
 
     @classmethod
-    def for_machine(cls, given: Mapping[str, Any], accelerator: bool) -> Self:
+    def for_machine(cls, fields: Mapping[str, Any], accelerator: bool) -> Self:
         """A comparison: what is given, and otherwise what fits the machine.
 
         Raises:
             ConfigError: a value is out of range, or two do not go together.
         """
-        values = {**(ON_ACCELERATOR if accelerator else {}), **given}
+        values = {**(ON_ACCELERATOR if accelerator else {}), **fields}
         if values.get("dtype", "auto") == "auto" and not values.get("base_url"):
             values["dtype"] = default_dtype(accelerator)
         settings = cls(**values)
-        if settings.embedded and "concurrency" not in given:
+        if settings.embedded and "concurrency" not in fields:
             # It has 16 texts.
             settings = replace(settings, concurrency=cls.concurrency)
         _check_served(settings)
@@ -166,13 +166,13 @@ class BenchSettings:
     def levels(self) -> tuple[int, ...]:
         """Concurrency levels. Raises ConfigError."""
         try:
-            found = tuple(int(part) for part in self.concurrency.split(","))
+            levels = tuple(int(part) for part in self.concurrency.split(","))
         except ValueError:
-            found = ()
-        if not found or min(found) < 1 or len(set(found)) != len(found):
+            levels = ()
+        if not levels or min(levels) < 1 or len(set(levels)) != len(levels):
             required = "positive numbers are required, each once, as in 1,8,16,32"
             raise ConfigError("concurrency", self.concurrency, required)
-        return found
+        return levels
 
     def sampling(self, seed: str) -> dict[str, float]:
         """A request's parameters. `seed`: what the server calls its seed."""
@@ -189,7 +189,10 @@ class BenchSettings:
     @property
     def servers(self) -> dict[str, str]:
         """Running servers: name -> URL."""
-        return {name: url for name, _, url in (one.partition("=") for one in self.base_url)}
+        return {
+            name: url
+            for name, _, url in (arm_and_url.partition("=") for arm_and_url in self.base_url)
+        }
 
     @property
     def embedded(self) -> str | None:
@@ -206,11 +209,11 @@ class BenchSettings:
         return ("demo", "stdlib") if self.embedded else ("stdlib",)
 
     @property
-    def of_the_pair(self) -> str | None:
+    def own_text_pair(self) -> str | None:
         """The embedded pair if what is measured is its own text; None otherwise."""
-        own = ("chat",) if self.embedded == KIND else ("demo", "stdlib")
-        asked = self.datasets
-        is_own = self.embedded and not self.base_url and asked and set(asked) <= set(own)
+        own_sets = ("chat",) if self.embedded == KIND else ("demo", "stdlib")
+        chosen = self.datasets
+        is_own = self.embedded and not self.base_url and chosen and set(chosen) <= set(own_sets)
         return self.embedded if is_own else None
 
     @property
@@ -219,12 +222,12 @@ class BenchSettings:
         # With either of these its width is fixed by default, too.
         if self.temperature or self.simulated_acceptance is not None or self.base_url:
             return False
-        asked = any(flag.startswith(WIDTH) for flag in self.server_flags)
-        ours = not self.arms or "dflash" in self.arms
-        return bool(self.embedded and ours and not asked)
+        sets_width = any(flag.startswith(WIDTH) for flag in self.server_flags)
+        runs_dflash = not self.arms or "dflash" in self.arms
+        return bool(self.embedded and runs_dflash and not sets_width)
 
 
-def made_folder(field: str, folder: Path) -> Path:
+def make_folder(field: str, folder: Path) -> Path:
     """A folder for results, which is made if it is not there. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -259,24 +262,24 @@ def _check_served(settings: BenchSettings) -> None:
         if value:
             required = "is for servers that are started here; with {base_url} none is"
             raise ConfigError(field, value, required)
-    for one in settings.base_url:
-        name, _, url = one.partition("=")
+    for arm_and_url in settings.base_url:
+        name, _, url = arm_and_url.partition("=")
         if not name or not url.startswith(("http://", "https://")):
             required = "NAME=URL is required, as in vllm=http://localhost:8000"
-            raise ConfigError("base_url", one, required)
+            raise ConfigError("base_url", arm_and_url, required)
     if len(settings.servers) != len(settings.base_url):
         raise ConfigError("base_url", settings.base_url, "give every name once")
 
 
 def _check_vllm(settings: BenchSettings) -> None:
     """Check that vLLM's arms and its environment go together."""
-    asked = [arm for arm in settings.arms if arm in VLLM_ARMS]
-    if asked and settings.vllm is None:
-        required = f"missing; the arm {asked[0]} needs the Python of an environment with vLLM"
+    vllm_arms = [arm for arm in settings.arms if arm in VLLM_ARMS]
+    if vllm_arms and settings.vllm is None:
+        required = f"missing; the arm {vllm_arms[0]} needs the Python of an environment with vLLM"
         raise ConfigError("vllm", required=required)
-    if settings.vllm is not None and not asked:
+    if settings.vllm is not None and not vllm_arms:
         required = f"no arm is vLLM's; give {{arms}} {' or '.join(VLLM_ARMS)}"
         raise ConfigError("vllm", settings.vllm, required)
-    if asked and settings.simulated_acceptance is not None:
+    if vllm_arms and settings.simulated_acceptance is not None:
         required = "simulates no acceptance; leave out {simulated_acceptance}"
-        raise ConfigError("arms", asked[0], required)
+        raise ConfigError("arms", vllm_arms[0], required)

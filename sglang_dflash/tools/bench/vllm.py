@@ -20,7 +20,7 @@ from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.common.errors import ConfigError, cut
 from sglang_dflash.memory.sizes import target_kv_bytes
 from sglang_dflash.tools.bench.load import VLLM
-from sglang_dflash.tools.bench.server import FlagValue, rendered
+from sglang_dflash.tools.bench.server import FlagValue, render_flags
 
 # Prints the versions of distributions that an environment has.
 _VERSIONS = """
@@ -44,17 +44,18 @@ def version_of(python: str, accelerator: bool) -> str:
         ran = subprocess.run(
             [python, "-c", _VERSIONS], env=_foreign(), capture_output=True, text=True, timeout=60
         )
-        found: Mapping[str, str | None] = json.loads(ran.stdout)
+        versions: Mapping[str, str | None] = json.loads(ran.stdout)
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         required = "this is no Python; that of an environment with vLLM is required"
         raise ConfigError("vllm", python, required) from error
-    version, named = found["vllm"], [f"{k} {v}" for k, v in found.items() if v is not None]
+    version, named = versions["vllm"], [f"{k} {v}" for k, v in versions.items() if v is not None]
     if not named:
         raise ConfigError("vllm", python, f"there is no vLLM in its environment; {_MADE}")
     # By its own version, vLLM tells whether it is made for a CPU.
     if version is None or not (accelerator or "cpu" in version):
-        kind = "vllm, or vllm of a version +cpu without an accelerator,"
-        required = f"a distribution {kind} is required, and there is {' and '.join(named)}; {_MADE}"
+        suitable = "vllm, or vllm of a version +cpu without an accelerator,"
+        present = " and ".join(named)
+        required = f"a distribution {suitable} is required, and there is {present}; {_MADE}"
         raise ConfigError("vllm", python, required)
     return version
 
@@ -123,17 +124,25 @@ class VLLMConfig:
     on_cpu: bool
 
     def command(self, port: int) -> list[str]:
-        at = ["--host", "127.0.0.1", "--port", str(port)]
+        address = ["--host", "127.0.0.1", "--port", str(port)]
         module = "vllm.entrypoints.openai.api_server"
-        return [self.python, "-m", module, *at, "--model", self.target, *rendered(self.flags)]
+        return [
+            self.python,
+            "-m",
+            module,
+            *address,
+            "--model",
+            self.target,
+            *render_flags(self.flags),
+        ]
 
     def environment(self) -> dict[str, str]:
         # Development mode has the pages that empty the prefix cache and describe the server.
-        ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if self.on_cpu:
             # Placed by the operating system, as SGLang's are.
-            ours |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads())}
-        return ours | _foreign()
+            variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads())}
+        return variables | _foreign()
 
     def serves(self, url: str, log: Path) -> bool:
         try:
@@ -143,7 +152,7 @@ class VLLMConfig:
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             return False
 
-    def trouble(self, how: str, log: Path) -> str:
+    def explain_failure(self, how: str, log: Path) -> str:
         pair = self.target if self.draft is None else f"{self.target} with draft {self.draft}"
         reason = _cause(log.read_text(errors="replace")) or f"it {how}"
         return f"vLLM {self.version} does not serve {pair}: {reason} (its log: {log})"
@@ -156,9 +165,9 @@ def _cause(log: str) -> str | None:
     """Return the cause of vLLM's end that its log names."""
     # What it refuses in its settings, in the words of pydantic; or else the first exception, since
     # later ones only tell that its other processes end.
-    found = re.search(r"^ *Value error, (.+?)(?: \[type=.*)?$", log, re.M) or re.search(
+    match = re.search(r"^ *Value error, (.+?)(?: \[type=.*)?$", log, re.M) or re.search(
         r"^(?:\(\S+ pid=\d+\) )?(?:ERROR \S+ \S+ \[\S+\] )?((?:\w+\.)*\w+(?:Error|Exception): .+)$",
         log,
         re.M,
     )
-    return None if found is None else cut(found[1])
+    return None if match is None else cut(match[1])

@@ -13,7 +13,7 @@ from sglang_dflash.common.command_line import given as given_by
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.tools import cli
 from sglang_dflash.tools.bench import arms, compiled
-from sglang_dflash.tools.bench.arms import arms_of, grouped
+from sglang_dflash.tools.bench.arms import arms_of, group_arms
 from sglang_dflash.tools.bench.server import ServerConfig, demo_config
 from sglang_dflash.tools.bench.settings import BenchSettings
 from sglang_dflash.tools.cli import bench
@@ -153,10 +153,10 @@ def test_servers_of_given_models_run_at_once_where_they_surely_fit(
     given = settings_for(accelerator, target=str(pair.target), draft=str(pair.draft))
     made = arms_of(given, accelerator)
     one_by_one = [{name: arm} for name, arm in made.items()]
-    assert grouped(given, made, accelerator) == ([made] if at_once else one_by_one)
+    assert group_arms(given, made, accelerator) == ([made] if at_once else one_by_one)
     for others in (settings_for(accelerator), settings_for(accelerator, base_url=URL, target="T")):
         made = arms_of(others, accelerator)
-        assert grouped(others, made, accelerator) == [made]
+        assert group_arms(others, made, accelerator) == [made]
 
 
 URL = ("a=http://x",)

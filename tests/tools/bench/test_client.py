@@ -111,6 +111,6 @@ def test_an_answer_that_the_server_ended_is_none(monkeypatch: pytest.MonkeyPatch
 
 def test_a_server_that_is_gone_is_named() -> None:
     sglang, openai = load.SGLang("http://127.0.0.1:9"), load.OpenAI("http://127.0.0.1:9", "m")
-    for asked in (sglang.flush, sglang.info, sglang.counted, openai.flush):
+    for asked in (sglang.flush, sglang.info, sglang.count_steps, openai.flush):
         with pytest.raises(Failed, match=r"^http://127\.0\.0\.1:9/"):
             asked()

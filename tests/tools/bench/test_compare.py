@@ -322,10 +322,12 @@ def test_the_same_server_as_two_arms_is_within_noise(
     seconds = iter([1.0, 1.115, 1.05, 1.2, 0.9, 1.0])
     run = load.run
 
-    def timed(*args: Any) -> load.Pass:
+    def timed(*args: Any) -> load.BenchPass:
         done = run(*args)
         # The passes that are measured have a progress callback.
-        return done if len(args) < 5 else load.Pass(next(seconds), done.answers, done.speculation)
+        return (
+            done if len(args) < 5 else load.BenchPass(next(seconds), done.answers, done.speculation)
+        )
 
     monkeypatch.setattr(load, "run", timed)
     with FakeServer("x", echo, [], sglang=True) as server:

@@ -11,8 +11,8 @@ import pytest
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.tools.bench import picture, report
 from sglang_dflash.tools.bench.differences import Runs, differences
-from sglang_dflash.tools.bench.load import Answer, Pass
-from sglang_dflash.tools.bench.report import Measured
+from sglang_dflash.tools.bench.load import Answer, BenchPass
+from sglang_dflash.tools.bench.report import Measurements
 from sglang_dflash.tools.bench.settings import BenchSettings
 
 
@@ -53,14 +53,14 @@ def test_equal_arms_are_rarely_told_apart() -> None:
     assert found.count(False) / len(found) < 0.025
 
 
-def made_up(texts: list[str], seconds: float = 2.0) -> Pass:
-    return Pass(seconds, [[answer(text=text)] for text in texts], VerifySteps(4, 10))
+def made_up(texts: list[str], seconds: float = 2.0) -> BenchPass:
+    return BenchPass(seconds, [[answer(text=text)] for text in texts], VerifySteps(4, 10))
 
 
 def test_figures_of_two_rounds_are_those_of_all_their_answers() -> None:
     passes = [
-        Pass(2.0, [[answer(5, 0.1, 0.5)], [answer(9, 0.3, 0.7)]], VerifySteps(3, 12)),
-        Pass(3.0, [[answer(1, 0.2, 0.2)], [answer(5, 0.4, 1.2)]], VerifySteps(1, 2)),
+        BenchPass(2.0, [[answer(5, 0.1, 0.5)], [answer(9, 0.3, 0.7)]], VerifySteps(3, 12)),
+        BenchPass(3.0, [[answer(1, 0.2, 0.2)], [answer(5, 0.4, 1.2)]], VerifySteps(1, 2)),
     ]
     row = report.row(passes)
     assert row["tokens"] == 20 and row["answers"] == 4
@@ -69,7 +69,7 @@ def test_figures_of_two_rounds_are_those_of_all_their_answers() -> None:
     assert row["ttft_ms"] == 250 and row["acceptance_length"] == 3.5
     # Of the three answers with more than one token: 100, 50 and 200 ms per token after the first.
     assert (row["tpot_ms"], row["tpot_ms_p95"], row["tpot_ms_p99"]) == (100, 190, 198)
-    plain = report.row([Pass(1.0, [[answer(1, 0.1, 0.1)]], VerifySteps(0, 0))])
+    plain = report.row([BenchPass(1.0, [[answer(1, 0.1, 0.1)]], VerifySteps(0, 0))])
     assert plain["acceptance_length"] is None and plain["tpot_ms"] is None
 
 
@@ -85,7 +85,9 @@ def test_the_report_shows_every_figure(tmp_path: Path) -> None:
     runs: Runs = {("demo", 2): {"ar": [made_up(same, 4.0)] * 3, "dflash": [made_up(same, 2.0)] * 3}}
     servers = {arm: {**TOLD, "worker": arm} for arm in ("ar", "dflash")}
     settings = BenchSettings(command="sglang-dflash bench")
-    result = report.summarize(settings, {"demo": 2}, {"demo": 1}, Measured(runs, servers=servers))
+    result = report.summarize(
+        settings, {"demo": 2}, {"demo": 1}, Measurements(runs, servers=servers)
+    )
     assert result["arms"] == ["ar", "dflash"] and result["differing_answers"] == {"dflash": 0}
     assert result["outputs"].startswith("outputs: the same in all arms (6 answers each")
     assert [row["ratio"] for row in result["rows"]] == [1.0, 2.0]
@@ -102,7 +104,7 @@ def test_the_report_shows_every_figure(tmp_path: Path) -> None:
 
 def test_the_report_tells_whether_an_embedded_pair_knows_its_text() -> None:
     runs: Runs = {("demo", 1): {"ar": [made_up(["x"])]}}
-    measured, one = Measured(runs, servers={"ar": TOLD}), {"demo": 1}
+    measured, one = Measurements(runs, servers={"ar": TOLD}), {"demo": 1}
     dense, chat = (
         report.markdown(report.summarize(BenchSettings(pair=pair), one, one, measured))
         for pair in ("dense", "smollm2")
@@ -133,15 +135,15 @@ def test_the_report_begins_with_what_a_server_does_differently(
 ) -> None:
     runs: Runs = {("demo", 1): {"ar": [made_up(["x"])], "dflash": [made_up(["x"])]}}
     told = {**TOLD, "device": device}
-    measured = Measured(runs, servers={"ar": told, "dflash": told})
+    measured = Measurements(runs, servers={"ar": told, "dflash": told})
     result = report.summarize(BenchSettings(**asked), {"demo": 1}, {"demo": 1}, measured)
     first = report.card(result)[0]
     assert ("`-- --speculative-dflash-width auto` measures that" in first) == differs
 
 
 def test_differences_name_prompt_arm_and_place() -> None:
-    def of(*ids: tuple[int, ...]) -> Pass:
-        return Pass(1.0, [[answer(ids=one)] for one in ids], VerifySteps(0, 0))
+    def of(*ids: tuple[int, ...]) -> BenchPass:
+        return BenchPass(1.0, [[answer(ids=one)] for one in ids], VerifySteps(0, 0))
 
     same, at = of((1, 2, 3), (4, 5)), "data set demo, prompt"
     runs: Runs = {
@@ -158,6 +160,6 @@ def test_differences_name_prompt_arm_and_place() -> None:
         "c": [f"arm c, {at} 0, {differs} token 1 on"],
     }
     # Without ids on one side it is the text that counts.
-    texts = [Pass(1.0, [[answer(text="ab")]], VerifySteps(0, 0))]
+    texts = [BenchPass(1.0, [[answer(text="ab")]], VerifySteps(0, 0))]
     (place,) = differences({("demo", 1): {"ar": [of((1, 2))], "b": texts}})["b"]
     assert str(place).endswith("from character 1 on")

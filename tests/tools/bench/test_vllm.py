@@ -122,7 +122,7 @@ def test_the_cause_is_the_first_that_its_log_names(log: str, cause: str, tmp_pat
     file = tmp_path / "log"
     file.write_text(log)
     config = VLLMConfig("python", "1", "T", None, {}, on_cpu=True)
-    told = config.trouble("ended with status -4", file)
+    told = config.explain_failure("ended with status -4", file)
     assert told == f"vLLM 1 does not serve T: {cause} (its log: {file})"
 
 
@@ -197,10 +197,10 @@ def test_a_server_that_runs_already_counts_too(tmp_path: Path) -> None:
     with ServerProcess(served(vllm=python)["vllm-dflash"]) as server:
         to = load.endpoint(server.url)
         assert isinstance(to, load.VLLM)
-        before = to.counted()
+        before = to.count_steps()
         answer = to.ask([1, 2], 10, True)
         assert answer.ids == (sum(map(ord, "plain ")),) * 10
-        assert (to.counted() - before).acceptance_length == 3
+        assert (to.count_steps() - before).acceptance_length == 3
 
 
 @pytest.mark.parametrize(
