@@ -64,7 +64,7 @@ def _facts(recipe: Recipe, config: DraftConfig, out: Path) -> dict[str, Any]:
     tokens = sum(end - begin for row in rows for begin, end in row["answers"])
     return {
         "target": recipe.target_folder.name,
-        "kind": config.kind,
+        "kind": config.head.description,
         "block": config.block_size,
         "depth": config.num_hidden_layers,
         "features": ", ".join(map(str, config.target_layer_ids)),

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sglang_dflash.drafting.heads.dflash2 import CandidateSelector, DFlash2Module
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.selector import CandidateSelector
 
 from .device import sent
 from .states import States
@@ -231,10 +231,11 @@ def block_loss(
     likely, log_p = (of_known(t.view(*known.shape, -1)) for t in soft)
     tokens, added = of.tokens(likely, rng)
     logits = F.linear(hidden, head[tokens], added.to(head.dtype))
-    if model.candidate_selector is not None:
+    selector = model.head.candidate_selector if isinstance(model.head, DFlash2Module) else None
+    if selector is not None:
         bonus = batch.ids.gather(1, batch.anchors)[..., None]
         before = of_known(torch.cat((bonus, labels[..., :-1]), -1))
-        logits = logits + edge_logits(model.candidate_selector, hidden, before, tokens)
+        logits = logits + edge_logits(selector, hidden, before, tokens)
     log_q = F.log_softmax(logits, -1, dtype=torch.float32)
     of_likely = log_q.gather(1, torch.searchsorted(tokens, likely))
     share = SOFT * log_p.exp()

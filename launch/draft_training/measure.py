@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglang_dflash.drafting.heads import TargetHead, make_head
+from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 
 from .draft import block_hidden, gather
@@ -54,7 +54,7 @@ def _right(
     places = batch.anchors[0]
     hidden, bonus = block_hidden(model, embed, batch)[0], batch.ids[0][places]
     target = TargetHead(partial(F.embedding, weight=embed), partial(F.linear, weight=head))
-    drafted = make_head(model, target)(hidden, bonus, None)
+    drafted = model.make_head(target)(hidden, bonus, None)
     block = model.config.block_size
     at = places[:, None] + torch.arange(1, block, device=places.device)
     text = F.pad(batch.ids[0], (0, block), value=-1)[at]

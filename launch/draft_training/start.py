@@ -93,14 +93,14 @@ def dflash2_config(first: dict[str, Any]) -> dict[str, Any]:
 def init_from_draft(model: DraftModel, first: DraftModel) -> None:
     """Start a DFlash2 draft as the v1 draft that it computes the same as."""
     model.load_state_dict(first.state_dict(), strict=False)
-    selector = model.candidate_selector
-    assert selector is not None
     with torch.no_grad():
-        selector.predecessor_codebook.normal_(0, 0.3)
-        selector.hidden_projection.weight.normal_(0, 0.05)
-        for layer in model.layers:
-            for convolution in (layer.attention_conv, layer.mlp_conv):
-                convolution.kernel_projection.weight.zero_()
+        for name, weight in model.head.named_parameters():
+            if name.endswith("predecessor_codebook"):
+                weight.normal_(0, 0.3)
+            elif name.endswith("hidden_projection.weight"):
+                weight.normal_(0, 0.05)
+            elif name.endswith("kernel_projection.weight"):
+                weight.zero_()
 
 
 @torch.no_grad()

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.checkpoint.dflash2 import Convolution, Selector, read_convolution, read_selector
 from sglang_dflash.checkpoint.draft_keys import check_code, check_keys, flat, unknown_keys
 from sglang_dflash.checkpoint.draft_rope import RopeConfig, read_rope
 from sglang_dflash.checkpoint.fields import MOST_WIDTH, Fields, read_json_object
+from sglang_dflash.checkpoint.heads import read_head
+from sglang_dflash.checkpoint.heads.head import PLAIN_HEAD, HeadConfig
 from sglang_dflash.checkpoint.quantization import Quantization, read_quantization, with_quantization
 from sglang_dflash.checkpoint.target_layers import read_target_layer_ids
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft
@@ -92,7 +93,7 @@ class DraftConfig:
             uses the target's.
         output_multiplier, final_logit_softcapping: of the draft's logits, applied in this order;
             None for no cap. They do not change which token has the largest logit.
-        convolution, selector: of DFlash2; None in a draft of v1.
+        head: what it has beyond a draft of v1.
         quantization: how its weights are stored; None if they are plain.
         unknown_keys: keys of its config.json that have no effect here.
     """
@@ -117,8 +118,7 @@ class DraftConfig:
     draft_vocab_size: int | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
-    convolution: Convolution | None = None
-    selector: Selector | None = None
+    head: HeadConfig = PLAIN_HEAD
     quantization: Quantization | None = None
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
 
@@ -174,8 +174,7 @@ class DraftConfig:
             draft_vocab_size=_draft_vocab_size(fields),
             output_multiplier=fields.positive_number("output_multiplier", default=1),
             final_logit_softcapping=_softcap(fields),
-            convolution=read_convolution(fields),
-            selector=read_selector(fields),
+            head=read_head(fields),
             quantization=read_quantization(fields),
             unknown_keys=unknown_keys(raw),
         )
@@ -207,16 +206,6 @@ class DraftConfig:
     def kv_shape(self) -> tuple[int, int, int, int]:
         """Draft K/V of one token: `(layers, 2, kv heads, head dim)`."""
         return (self.num_hidden_layers, 2, self.num_key_value_heads, self.head_dim)
-
-    @property
-    def kind(self) -> str:
-        """The draft's architecture in words: its version, selector and convolution."""
-        selector, convolution = self.selector, self.convolution
-        parts = [] if selector is None else [
-            f"selector of rank {selector.rank} over {selector.top_k} candidates"
-        ]  # fmt: skip
-        parts += [] if convolution is None else [f"convolution of {convolution.kernel_size} taps"]
-        return f"DFlash2: {', '.join(parts)}" if parts else "DFlash"
 
     def check_target(
         self, *, hidden_size: int, vocab_size: int, num_layers: int, pair: str = ""
@@ -254,31 +243,16 @@ class DraftConfig:
                 self.mask_token_id < self.vocab_size,
                 f"a token of the vocabulary of {self.vocab_size} is required",
             ),
-            "conv_group_size": (
-                self.convolution is None or self.hidden_size % self.convolution.group_size == 0,
-                f"a divisor of hidden_size ({self.hidden_size}) is required",
-            ),
-            "selector_top_k": (
-                self.selector is None or self.selector.top_k <= self._candidates,
-                f"at most {self._candidates}, the tokens that can be drafted, is required",
-            ),
             "draft_vocab_size": (
                 (self.draft_vocab_size or 0) <= self.vocab_size,
                 f"at most {self.vocab_size}, the vocab_size, is required",
             ),
         }
-        given = {
-            "conv_group_size": self.convolution and self.convolution.group_size,
-            "selector_top_k": self.selector and self.selector.top_k,
-        }
         for name, (is_valid, required) in valid.items():
             if not is_valid:
-                value = given.get(name) or getattr(self, name)
-                raise ConfigError(f"{name} in {_FILE}", value, required)
-
-    @property
-    def _candidates(self) -> int:
-        return self.draft_vocab_size or self.vocab_size
+                raise ConfigError(f"{name} in {_FILE}", getattr(self, name), required)
+        for name, value, required in self.head.problems(self):
+            raise ConfigError(f"{name} in {_FILE}", value, required)
 
     def _check_repeated(self, fields: Fields) -> None:
         """Raise UnsupportedDraft if a field that follows from others does not."""

@@ -1,9 +1,11 @@
-"""The keys of a draft's config.json by what they mean here: read, without effect, or of drafts that
-our worker does not serve; and the layout that the speculators library writes (RedHat's drafts).
+"""The keys of a draft's config.json that mean something here: those that are read, and those of
+drafts that our worker does not serve; and the layout that the speculators library writes (RedHat's
+drafts).
 
-A key that is in none of these tables is named in a warning (`unknown_keys`): one that changes the
-network costs acceptance, which the server reports, and never outputs. What SGLang or Transformers
-cannot read of a config, a server's start tells (`serving.start.draft_files`).
+Another key in `dflash_config` is named in a warning (`unknown_keys`): one that changes the network
+costs acceptance, which the server reports, and never outputs. Beside `dflash_config` stand keys of
+Transformers, too, which are SGLang's to read. What SGLang or Transformers cannot read of a config,
+a server's start tells (`serving.start.draft_files`).
 """
 
 from __future__ import annotations
@@ -13,15 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.checkpoint.fields import Fields, read_json_object
+from sglang_dflash.checkpoint.heads import architectures, head_keys, speculators_types
 from sglang_dflash.common.errors import ConfigError, shown
 
 # What Transformers' Qwen3Config takes; the draft of a GPT-OSS target names that one's.
 _MODEL_TYPES = ("qwen3", "gpt_oss")
-_ARCHITECTURES = (
-    "DFlashDraftModel", "DFlash2DraftModel", "MiniMaxDFlash2DraftModel", "DFlashSpeculator",
-    "DFlash2Speculator", "DFlashQwen3ForCausalLM", "Qwen3DFlashForCausalLM",
-    "Qwen3DFlashDraftModel", "Qwen3DFlash2DraftModel",
-)  # fmt: skip
 
 
 def _names(text: str) -> frozenset[str]:
@@ -29,44 +27,21 @@ def _names(text: str) -> frozenset[str]:
 
 
 # Keys that decide a part of `DraftConfig`, or have to agree with it, at the top or in
-# `dflash_config`.
-READ = _names(
+# `dflash_config`; but for those of a head.
+_READ = _names(
     """
-    architectures attention_bias block_size causal causal_head compression_config conv_group_size
-    conv_kernel_size dflash_config draft_vocab_size eagle_aux_hidden_state_layer_ids
-    final_logit_softcapping head_dim hidden_act hidden_size intermediate_size is_causal
-    is_neox_style layer_types mask_token_id max_position_embeddings max_window_layers model_type
-    num_attention_heads num_hidden_layers num_key_value_heads num_target_layers
-    original_max_position_embeddings output_multiplier partial_rotary_factor quantization_config
-    rms_norm_eps rope_is_neox_style rope_parameters rope_scaling rope_theta selector_rank
-    selector_top_k sliding_window swa_window_size target_hidden_size target_layer_ids
+    architectures attention_bias block_size causal causal_head compression_config dflash_config
+    draft_vocab_size eagle_aux_hidden_state_layer_ids final_logit_softcapping head_dim hidden_act
+    hidden_size intermediate_size is_causal is_neox_style layer_types mask_token_id
+    max_position_embeddings max_window_layers model_type num_attention_heads num_hidden_layers
+    num_key_value_heads num_target_layers original_max_position_embeddings output_multiplier
+    partial_rotary_factor quantization_config rms_norm_eps rope_is_neox_style rope_parameters
+    rope_scaling rope_theta sliding_window swa_window_size target_hidden_size target_layer_ids
     use_sliding_window use_swa v_head_dim vocab_size
     """
 )
-# Keys without effect on a draft: of training, of the tokens and weights that it takes from the
-# target, of other models, and of what Transformers returns and samples.
-INERT = _names(
-    """
-    auto_map backbone_rotary_base bos_token_id dtype eos_token_id mask_token max_sequence_length
-    model_max_length pad_token_id seq_length tie_word_embeddings torch_dtype
-
-    attention_dropout flex_attention_backend initializer_range loss_decay_gamma max_anchors
-    num_anchors pretraining_tp
-
-    _name_or_path add_cross_attention chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id finetuning_task id2label is_decoder
-    is_encoder_decoder label2id language_config llm_config num_labels output_attentions
-    output_hidden_states prefix problem_type pruned_heads return_dict sep_token_id
-    task_specific_params text_config tf_legacy_loss thinker_config tie_encoder_decoder
-    tokenizer_class torchscript transformers_version use_bfloat16 use_cache use_ngram_embedding
-
-    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
-    forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups
-    num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty
-    return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
-    """
-)
+# Keys of training, which published drafts have in `dflash_config`.
+TRAINING = _names("backbone_rotary_base loss_decay_gamma mask_token num_anchors")
 # Keys of drafts that SGLang's built-in worker serves, and ours does not -> what they are.
 FOREIGN: Mapping[str, str] = {
     name: feature
@@ -96,6 +71,11 @@ _ALSO_NEUTRAL = dict.fromkeys(("attention_value_scale", "input_embedding_scale")
     "logit_scale": 1,
     "gating": "disabled",
 }
+
+
+def read_keys() -> frozenset[str]:
+    """The keys that are read, those of heads included."""
+    return _READ | head_keys()
 
 
 def check_code(raw: Mapping[str, Any]) -> None:
@@ -140,15 +120,10 @@ def check_keys(raw: Mapping[str, Any]) -> None:
 
 
 def unknown_keys(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """The dotted paths of keys that have a value and are in none of the tables above."""
-    top = Fields.of(raw, "draft", section=None)
-    known = READ | INERT | FOREIGN.keys()
-    return tuple(
-        place.path(name)
-        for place in (top, top.block("dflash_config"))
-        for name in place.values
-        if name in place and name not in known
-    )
+    """The dotted paths of keys in `dflash_config` that have a value and mean nothing here."""
+    own = Fields.of(raw, "draft", section=None).block("dflash_config")
+    known = read_keys() | TRAINING | FOREIGN.keys()
+    return tuple(own.path(name) for name in own.values if name in own and name not in known)
 
 
 def _check_kind(top: Fields) -> None:
@@ -168,7 +143,7 @@ def _check_kind(top: Fields) -> None:
     if not model_type:
         raise top.error("model_type", f"one of {', '.join(_MODEL_TYPES)}")
     for name, given, served in (
-        ("architectures", names, _ARCHITECTURES), ("model_type", (model_type,), _MODEL_TYPES),
+        ("architectures", names, architectures()), ("model_type", (model_type,), _MODEL_TYPES),
     ):  # fmt: skip
         if not set(given) & set(served):
             raise top.unsupported(name, f"{', '.join(served)} are served here")
@@ -191,8 +166,9 @@ def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(raw.get(_KIND), str):
         return raw
     top = Fields.of(raw, "draft", section=None)
-    if raw[_KIND] not in ("dflash", "dflash2"):
-        raise top.error(_KIND, "dflash or dflash2, for SGLang reads no draft of that library,")
+    if raw[_KIND] not in speculators_types():
+        served = " or ".join(speculators_types())
+        raise top.error(_KIND, f"{served}, for SGLang reads no draft of that library,")
     network, ids = top.block(_NETWORK).values, raw.get(_LAYERS)
     if not isinstance(ids, list) or not ids or not all(type(i) is int and i > 0 for i in ids):
         # 0 is the embedding, which no layer gives.
@@ -203,9 +179,10 @@ def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         "speculators_version",
     )  # fmt: skip
     beside = {name: raw[name] for name in raw if name in top and name not in consumed}
+    read = read_keys()
     for name in beside:
         other = network.get(name, beside[name])
-        if other not in (None, beside[name]) and name in READ:
+        if other not in (None, beside[name]) and name in read:
             raise top.error(name, f"{shown(other)}, as in {_NETWORK},")
     if network.get("model_type") == "llama":
         # Some of RedHat's drafts say so, and have Qwen3's layers all the same.
@@ -224,4 +201,4 @@ def is_draft(folder: str | Path) -> bool:
         names = read_json_object(Path(folder) / "config.json", "checkpoint").get("architectures")
     except ConfigError:
         return False
-    return isinstance(names, list) and any(name in _ARCHITECTURES for name in names)
+    return isinstance(names, list) and any(name in architectures() for name in names)

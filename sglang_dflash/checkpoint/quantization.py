@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_dflash.checkpoint.fields import Fields, is_int, read_json_object
+from sglang_dflash.checkpoint.heads import is_table
 
 # The keys of config.json that tell it: that of today, and an early one of compressed-tensors.
 NAMES = ("quantization_config", "compression_config")
@@ -64,7 +65,7 @@ class Format:
         """The module whose codes that tensor is; None if it is none."""
         if dtype not in self.dtypes:
             return None
-        if self.codes == "weight" and tensor.endswith("_codebook"):
+        if self.codes == "weight" and is_table(tensor):
             return tensor
         module, _, last = tensor.rpartition(".")
         return module if last == self.codes else None
@@ -141,8 +142,8 @@ class Quantization:
 
 
 def part(module: str, tensor: str) -> str:
-    """The plain name of a module's tensor: a codebook's own has the name of the module."""
-    return module if tensor == "weight" and module.endswith("_codebook") else f"{module}.{tensor}"
+    """The plain name of a module's tensor: that of a head's table is the name of the module."""
+    return module if tensor == "weight" and is_table(module) else f"{module}.{tensor}"
 
 
 # -- the config ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.checkpoint.fields import read_json_object
+from sglang_dflash.checkpoint.heads import is_table
 from sglang_dflash.common.errors import ConfigError, cut, shown
 
 INDEX = "model.safetensors.index.json"
@@ -78,9 +79,10 @@ def each_tensor(
 
 def plain_name(stored: str) -> str:
     """The name of a draft's tensor, without what some exports add: `model.` before it, and
-    `.weight` behind that of a DFlash2 codebook, as of an embedding."""
+    `.weight` behind that of a head's table, as of an embedding."""
     name = stored.removeprefix("model.")
-    return name.removesuffix(".weight") if name.endswith("_codebook.weight") else name
+    table = name.removesuffix(".weight")
+    return table if is_table(table) else name
 
 
 def has_weights(folder: Path) -> bool:

@@ -65,7 +65,7 @@ class Part(NamedTuple):
 
 def layout(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
     """Our parameter -> the published tensors whose rows it joins, in their order. The one place
-    that knows the names of a draft's tensors."""
+    that knows the names of a draft's tensors, with those of its head (`HeadConfig.tensors`)."""
     width, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
     matrices: dict[str, tuple[Part, ...]] = {
@@ -100,44 +100,16 @@ def layout(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
     if config.draft_vocab_size is not None:
         rows = (config.draft_vocab_size, width)
         parameters["lm_head.weight"] = (Part("lm_head.weight", rows, "rows"),)
-    parameters |= {name: (Part(name, shape),) for name, shape in _selector(config).items()}
+    parameters |= {
+        f"head.{name}": (Part(name, shape),) for name, shape in config.head.tensors(config).items()
+    }
     for i in range(config.num_hidden_layers):
-        convolutions = _convolutions(config, f"layers.{i}.")
-        parameters |= {name: (Part(name, shape),) for name, shape in convolutions.items()}
         for suffix, modules in (("weight", matrices), ("bias", biases)):
             for ours, parts in modules.items():
                 parameters[f"layers.{i}.{ours}.{suffix}"] = tuple(
                     part._replace(name=f"layers.{i}.{part.name}.{suffix}") for part in parts
                 )
     return parameters
-
-
-def _selector(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the tensors of a candidate selector. Every rank holds all of them."""
-    if config.selector is None:
-        return {}
-    name, rank = "candidate_selector.", config.selector.rank
-    return {
-        f"{name}predecessor_codebook": (config.vocab_size, rank),
-        f"{name}successor_codebook": (config.vocab_size, rank),
-        f"{name}hidden_projection.weight": (rank, config.hidden_size),
-    }
-
-
-def _convolutions(config: DraftConfig, layer: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the tensors of a layer's convolutions. Every rank holds all of them."""
-    if config.convolution is None:
-        return {}
-    taps, width = config.convolution.kernel_size, config.hidden_size
-    kernels = 2 * taps * width // config.convolution.group_size
-    return {
-        f"{layer}{name}.{tensor}": shape
-        for name in ("attention_conv", "mlp_conv")
-        for tensor, shape in (
-            ("base_kernel", (2, taps, width)),
-            ("kernel_projection.weight", (kernels, width)),
-        )
-    }
 
 
 def fused_tensors(config: DraftConfig) -> dict[str, tuple[Part, ...]]:

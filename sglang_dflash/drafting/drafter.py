@@ -13,7 +13,7 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.groups import ALL_TOKENS, ContextWrite, KVGroup
-from sglang_dflash.drafting.heads import TargetHead, make_head
+from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import ResolvedOptions
@@ -90,7 +90,7 @@ class Drafter:
         """`groups`: of all layers of the model, by `DraftConfig.groups`."""
         self.model = model
         self.groups: Sequence[KVGroup] = tuple(groups)
-        self.head, self._embed = make_head(model, target), target.embed
+        self.head, self._embed = model.make_head(target), target.embed
         self.counters = DraftCounters(model.device)
         # Tokens of the block that is drafted; of a request that a step commits, at most.
         self.draft_block, self.verify_block = options.draft_block, options.verify_block

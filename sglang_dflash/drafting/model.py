@@ -1,7 +1,7 @@
 """The draft network of DFlash (arXiv 2602.06036, section 4): Qwen3-style layers over one block.
 
 Letters in shapes: N tokens, R requests, B block positions, L layers, H query heads, G kv heads,
-D head dim, E hidden size, F target layers that the draft reads, K taps, C groups of channels.
+D head dim, E hidden size, F target layers that the draft reads.
 
 The caller decides how the block attends to its context: `forward` takes an `attend` function, so
 serving (a cache), training (a mask) and tests (dense attention) share the weights and arithmetic.
@@ -10,14 +10,16 @@ serving (a cache), training (a mask) and tests (dense attention) share the weigh
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sglang_dflash.checkpoint.dflash2 import Convolution
 from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.drafting.heads import head_module
+from sglang_dflash.drafting.heads.head import Around, DraftHead, TargetHead
 from sglang_dflash.drafting.ops import TorchOps, norm_rope_context
 from sglang_dflash.drafting.packed import (
     Packed,
@@ -29,47 +31,9 @@ from sglang_dflash.drafting.packed import (
 )
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
-from sglang_dflash.drafting.selector import CandidateSelector
 
 # (layer, q [..., N, H, D], k [..., N, G, D], v [..., N, G, D]) -> [..., N, H, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-# (output of the sublayer, bias to add to it) -> the same, or convolved with the bias added.
-Finish = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-
-
-class Unchanged(nn.Module):
-    """Identity in place of DFlash2's convolution around a sublayer, for DFlash v1."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Finish]:
-        """The sublayer's input `[..., B, E]`, and what makes its output of the sublayer's."""
-        return x, lambda out, bias: (out, bias)
-
-
-class GroupedConvolution(nn.Module):
-    """Each position gets a weighted sum of itself and the K - 1 positions before it in its block;
-    context K/V does not pass through it. `DFlashGroupedConv` in SGLang computes the same.
-
-    The weights of a channel are a learned kernel plus one that is projected from the input, which
-    all channels of a group share. The same projection gives the kernel for the output.
-    """
-
-    def __init__(self, width: int, config: Convolution, ops: TorchOps) -> None:
-        super().__init__()
-        self.ops, self.taps, self.groups = ops, config.kernel_size, width // config.group_size
-        # Of the input, then of the output. These weights leave both as they are.
-        kernel = torch.zeros(2, self.taps, width)
-        kernel[:, 0] = 1.0
-        self.base_kernel = nn.Parameter(kernel)
-        self.kernel_projection = nn.Linear(width, 2 * self.taps * self.groups, bias=False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Finish]:
-        dynamic = self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups))
-
-        def finish(out: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
-            of_output = dynamic[..., 1, :, :]
-            return self.ops.convolve(out, self.base_kernel[1], of_output, bias), None
-
-        return self.ops.convolve(x, self.base_kernel[0], dynamic[..., 0, :, :]), finish
 
 
 class DraftLayer(nn.Module):
@@ -93,12 +57,6 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, eps=self.eps)
         self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
-        self.attention_conv, self.mlp_conv = (self._around(config) for _ in range(2))
-
-    def _around(self, config: DraftConfig) -> Unchanged | GroupedConvolution:
-        if config.convolution is None:
-            return Unchanged()
-        return GroupedConvolution(config.hidden_size, config.convolution, self.ops)
 
     def forward(
         self,
@@ -106,6 +64,7 @@ class DraftLayer(nn.Module):
         residual: Tensor | None,
         rotation: Any,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        around: tuple[Around, Around],
     ) -> tuple[Tensor, Tensor]:
         """Run the layer on residual + x, each `[..., N, E]`: the N tokens of a block.
 
@@ -113,13 +72,14 @@ class DraftLayer(nn.Module):
             residual: None for the first layer.
             rotation: from `TorchOps.rotation`.
             attend: `Attend` of this layer.
+            around: what the head puts around attention and around the MLP.
 
         Returns:
             The MLP's output and the residual that it is to be added to, `[..., N, E]`.
         """
         ops, norm = self.ops, self.input_layernorm
         x, residual = ops.add_rms_norm(x, residual, norm.weight, self.eps)
-        x, finish = self.attention_conv(x)
+        x, finish = around[0](x)
         q, k, v = ops.qk_norm_rope(
             self.qkv_proj(x), self.q_norm.weight, self.k_norm.weight, rotation, self.heads, self.eps
         )
@@ -128,7 +88,7 @@ class DraftLayer(nn.Module):
         x, bias = finish(x, self.o_proj.bias)
         norm = self.post_attention_layernorm
         x, residual = ops.add_rms_norm(x, residual, norm.weight, self.eps, bias)
-        x, finish = self.mlp_conv(x)
+        x, finish = around[1](x)
         x = self.tp.all_reduce(self.down_proj(ops.silu_mul(self.gate_up_proj(x))))
         return finish(x, None)[0], residual
 
@@ -141,7 +101,7 @@ class DraftModel(nn.Module):
 
     Attributes:
         lm_head: this rank's rows of its own; None if it borrows the target's.
-        candidate_selector: None if its tokens do not depend on each other.
+        head: the weights of its head beside the lm_head.
         token_ids: int64 `[V]`, the tokens of all rows of its own lm_head, ascending.
 
     Raises:
@@ -166,11 +126,7 @@ class DraftModel(nn.Module):
         if rows is not None:
             rows = self.tp.shard_size("draft_vocab_size", rows)
             self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
-        self.candidate_selector = None
-        if config.selector is not None:
-            self.candidate_selector = CandidateSelector(
-                config.hidden_size, config.vocab_size, config.selector
-            )
+        self.head = head_module(config, self.tp, self.ops)
         # Not of a state dict: a checkpoint has integers that give it.
         self.token_ids: Tensor | None
         self.register_buffer("token_ids", None, persistent=False)
@@ -270,9 +226,17 @@ class DraftModel(nn.Module):
         rotation = self.ops.rotation(self.rotary, positions, embeddings.dtype)
         x, residual = embeddings, None
         for i, layer in enumerate(self._each_layer()):
-            x, residual = layer(x, residual, rotation, lambda q, k, v, i=i: attend(i, q, k, v))
+            own_attend, around = partial(attend, i), self.head.around(i)
+            x, residual = layer(x, residual, rotation, own_attend, around)
         eps = self.config.rms_norm_eps
         return self.ops.add_rms_norm(x, residual, self.norm.weight, eps, needs_sum=False)[0]
+
+    def make_head(self, target: TargetHead) -> DraftHead:
+        """The head over the target's embedding and lm_head, or the draft's own lm_head."""
+        if self.lm_head is not None:
+            first_id = self.tp.rank * self.lm_head.out_features
+            target = TargetHead(target.embed, self.lm_head, first_id, self.token_ids)
+        return self.head.over(target)
 
     def freeze(self) -> DraftModel:
         """Prepare for inference, in place: no gradients, all layers' K/V projections in one matrix.

@@ -20,8 +20,9 @@ from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.lookup import SHORTEST_MATCH
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise
-from sglang_dflash.drafting.ops import TorchOps, candidate_scores
+from sglang_dflash.drafting.noise import COUPLED, BlockNoise
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.random_inputs import Cases, RandomInputs
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
 
@@ -30,8 +31,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 REQUESTS, CONTEXT = 3, 40
 Fold = Callable[[RecurrentLayers, Tensor, VerifyInputs, Moves], None]
 MoveWindows = Callable[[Tensor, Tensor, Moves], None]
-# Operation -> its results to compare.
-Cases = dict[str, Callable[[TorchOps], Sequence[Tensor]]]
 
 
 class SelfCheckFailed(ConfigError):
@@ -54,6 +53,7 @@ def check_ops(model: DraftModel, draft_block: int, verify_block: int) -> list[st
     if type(model.ops) is TorchOps:
         return []
     cases, twin = _cases(model, draft_block, verify_block), TorchOps()
+    cases |= model.head.check_cases(RandomInputs(model), REQUESTS, draft_block)
     for name, run in cases.items():
         for got, expected in zip(run(model.ops), run(twin), strict=True):
             _compare(name, got, expected)
@@ -72,7 +72,7 @@ def check_attention(model: DraftModel, draft_block: int, group: KVGroup, most: i
     Raises:
         SelfCheckFailed: see `check_ops`.
     """
-    draw, layers, kv = _Random(model), group.layers, group.cache.kv
+    draw, layers, kv = RandomInputs(model), group.layers, group.cache.kv
     requests = min(REQUESTS, most)
     context = min(CONTEXT, group.cache.num_entries)
     everything = torch.arange(context, device=draw.device)
@@ -117,7 +117,7 @@ def check_recording(
     Raises:
         SelfCheckFailed: the drafted tokens differ.
     """
-    draw, model = _Random(eager.model), eager.model
+    draw, model = RandomInputs(eager.model), eager.model
     count = max((n for n in sizes if n <= REQUESTS), default=min(sizes))
     rows = torch.arange(1, count + 1, device=draw.device)
     entries = min(group.cache.num_entries for group in eager.groups)
@@ -158,7 +158,7 @@ def check_replay(fold: Fold, move_windows: MoveWindows, conv: Tensor, states: Te
     Raises:
         SelfCheckFailed: see `check_ops`.
     """
-    draw, block = _Random(conv), 4
+    draw, block = RandomInputs(conv), 4
     value_heads, value_dim, key_dim = states.shape[2:]
     channels, kept = conv.shape[2:]
     layers = RecurrentLayers(
@@ -193,21 +193,6 @@ def check_replay(fold: Fold, move_windows: MoveWindows, conv: Tensor, states: Te
     _compare("windows of replay", moved, windows_of_torch)
 
 
-class _Random:
-    """Values for a model: on its device, in its dtype, always the same ones."""
-
-    def __init__(self, like: DraftModel | Tensor) -> None:
-        self.device, self.dtype = like.device, like.dtype
-        # On the host, so that every device gets the same values.
-        self._generator = torch.Generator().manual_seed(0)
-
-    def floats(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator).to(self.device, self.dtype)
-
-    def ints(self, low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=self._generator).to(self.device)
-
-
 def _used(lengths: Tensor, seen: Tensor) -> Sequence[Tensor]:
     """Return matches and what followed them, zeros where the match is too short to be used."""
     is_match = lengths >= SHORTEST_MATCH
@@ -216,7 +201,8 @@ def _used(lengths: Tensor, seen: Tensor) -> Sequence[Tensor]:
 
 def _cases(model: DraftModel, block: int, verify_block: int) -> Cases:
     """Each run has copies: operations may overwrite."""
-    config, layers, draw = model.config, cast(Sequence[Any], model.layers), _Random(model)
+    config, draw = model.config, RandomInputs(model)
+    layers = cast(Sequence[Any], model.layers)
     layer, shape, eps = layers[0], (REQUESTS, block), config.rms_norm_eps
     x, residual = (draw.floats(*shape, config.hidden_size) for _ in range(2))
     qkv = draw.floats(*shape, (layer.heads + 2 * layer.kv_heads) * layer.head_dim)
@@ -271,57 +257,7 @@ def _cases(model: DraftModel, block: int, verify_block: int) -> Cases:
             *ops.seen_before(drafts[:, 0].contiguous(), texts, requests, verify_block - 1)
         ),
     }
-    return cases | _dflash2_cases(model, block)
-
-
-def _dflash2_cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Any]]:
-    """Cases of a convolution and a selector, like `_cases`; empty for a draft without them."""
-    config, draw = model.config, _Random(model)
-    cases: dict[str, Callable[[TorchOps], Any]] = {}
-    convolution, selector = config.convolution, config.selector
-    if convolution is not None:
-        x, bias = draw.floats(REQUESTS, block, config.hidden_size), draw.floats(config.hidden_size)
-        base = draw.floats(convolution.kernel_size, config.hidden_size)
-        groups = config.hidden_size // convolution.group_size
-        dynamic = draw.floats(REQUESTS, block, convolution.kernel_size, groups)
-        cases["convolve"] = lambda ops: (ops.convolve(x, base, dynamic, bias),)
-    weights = model.candidate_selector
-    if selector is not None and weights is not None:
-        vocabulary = (config.draft_vocab_size or config.vocab_size) // model.tp.size
-        logits = draw.floats(REQUESTS, max(vocabulary, selector.top_k))
-        shape = REQUESTS, block - 1, selector.top_k
-        walk = (
-            draw.floats(*shape).float(),
-            draw.ints(0, config.vocab_size, *shape),
-            draw.floats(*shape[:2], selector.rank),
-            draw.ints(0, config.vocab_size, REQUESTS),
-            weights.predecessor_codebook,
-            weights.successor_codebook,
-        )
-        temperatures = torch.tensor([0.0, 0.7, 1.5], device=draw.device)
-        noise = BlockNoise(draw.ints(0, 2**62, REQUESTS), temperatures, draw.ints(0, 4096, 3))
-        cases["candidates"] = lambda ops: ops.candidates(logits, selector.top_k)
-        cases["walk"] = lambda ops: (
-            _likeness(walk, ops.walk(*walk)[None], noise).to(draw.dtype),
-            _likeness(walk, ops.walk(*walk, noise), noise).to(draw.dtype),
-        )
     return cases
-
-
-def _likeness(walk: Sequence[Tensor], tokens: Tensor, noise: BlockNoise) -> Tensor:
-    """1 where a walk's tokens `[rules, R, P]` have the largest score after the tokens before them,
-    and less by a share of the largest score where they have not: rounding may decide between two.
-    """
-    logits, ids, hidden, bonus, *tables = walk
-    likeness = []
-    for rule, taken in enumerate(tokens):
-        # What is no token has no likeness.
-        before = torch.cat((bonus[:, None], taken[:, :-1]), 1).clamp(0, len(tables[0]) - 1)
-        scores = candidate_scores(logits, ids, hidden, before, *tables)
-        scores = scores if rule == LIKELIEST else noise.scores(scores, ids)
-        own = scores.where(ids == taken[..., None], -torch.inf).amax(-1)
-        likeness.append(1 - (scores.amax(-1) - own) / scores.abs().amax())
-    return torch.stack(likeness)
 
 
 def _compare(name: str, got: Any, expected: Tensor, computed_in: torch.dtype | None = None) -> None:

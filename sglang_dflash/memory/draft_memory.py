@@ -152,7 +152,7 @@ def draft_memory(config: DraftConfig, server: DraftServer) -> DraftMemory:
             for count in columns
         ),
         graph_buffers=server.recorded * recorded,
-        logits=requests * (block - 1) * (vocabulary * itemsize + _candidate_bytes(config)),
+        logits=requests * (block - 1) * (vocabulary * itemsize + config.head.position_bytes),
         activations=tokens * _activations(part) * itemsize,
         # And their concatenation.
         waiting_hidden=2 * server.waiting_steps * requests * (2 * 8 + hidden),
@@ -173,23 +173,13 @@ def _table_cell(paged: bool, holes: bool) -> int:
     return 48 if holes else 12
 
 
-def _candidate_bytes(config: DraftConfig) -> int:
-    """Bytes of a drafted position: keys, values and ids of its candidates, and the projected
-    hidden state, in float32."""
-    selector = config.selector
-    return 0 if selector is None else selector.top_k * (8 + 4 + 8) + 4 * selector.rank
-
-
 def _activations(config: DraftConfig) -> int:
     """Numbers per token that are alive at once, at most: of a layer residual, input, q, k and v,
     attention's output, gate and up, and their product; of a commit features and K/V of all
     layers."""
     attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     of_layer = 3 * config.hidden_size + attention + 3 * config.intermediate_size
-    if config.convolution is not None:
-        # Its input and output, and the kernels of both, which are projected at once.
-        taps, groups = config.convolution.kernel_size, config.convolution.group_size
-        of_layer += 2 * config.hidden_size + 2 * taps * config.hidden_size // groups
+    of_layer += config.head.activations(config)
     return max(of_layer, 3 * config.hidden_size + 2 * math.prod(config.kv_shape))
 
 

@@ -162,8 +162,8 @@ class HeadBytes(NamedTuple):
     """Bytes that a proposal reads beyond those of a v1 draft with the same layers.
 
     Attributes:
-        once: weights of convolutions and of the selector's projection.
-        per_request: rows of the selector's tables, one per previous token and per candidate.
+        once: weights of the head but its tables.
+        per_request: rows of its tables.
     """
 
     once: int
@@ -177,13 +177,8 @@ def head_bytes(config: DraftConfig, draft_block: int, itemsize: int) -> HeadByte
         draft_block: B, tokens of the block that the draft fills.
         itemsize: bytes of a weight.
     """
-    of_v1 = expected_tensors(replace(config, convolution=None, selector=None))
-    own = {name: shape for name, shape in expected_tensors(config).items() if name not in of_v1}
-    tables = {name for name in own if name.endswith("_codebook")}
-    once = sum(math.prod(own[name]) for name in own.keys() - tables)
-    rows = 0 if config.selector is None else 1 + config.selector.top_k
-    rank = 0 if config.selector is None else config.selector.rank
-    return HeadBytes(itemsize * once, itemsize * (draft_block - 1) * rows * rank)
+    once, rows = config.head.weights(config), config.head.row_values
+    return HeadBytes(itemsize * once, itemsize * (draft_block - 1) * rows)
 
 
 def target_kv_bytes(target: TargetGeometry, itemsize: int) -> int:

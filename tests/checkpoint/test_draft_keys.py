@@ -1,5 +1,5 @@
-"""No key of a draft's config.json is ignored silently: each is read, is known to have no effect, is
-of a draft that we do not serve, or is named in a warning."""
+"""No key of a draft's `dflash_config` is ignored silently: each is read, is of training, is of a
+draft that we do not serve, or is named in a warning."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_dflash.checkpoint.dflash2 import Convolution, Selector
 from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
-from sglang_dflash.checkpoint.draft_keys import FOREIGN, INERT, READ
+from sglang_dflash.checkpoint.draft_keys import FOREIGN, TRAINING, read_keys
 from sglang_dflash.checkpoint.draft_rope import RopeConfig
+from sglang_dflash.checkpoint.heads.dflash2 import Convolution, DFlash2Config, Selector
 from sglang_dflash.checkpoint.quantization import FORMATS, NAMES, Declared, Quantization, Stored
 from sglang_dflash.checkpoint.tensors import expected_tensors
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft, cut
@@ -42,6 +42,8 @@ WINDOWED = {"layers": (LayerAttention(8, False),) * 3}
 SWA = ("dflash_config.use_swa", True)
 FP8 = Quantization((Stored(FORMATS[1], Declared("fp8", "per tensor", 8)),))
 YARN = {"rope_type": "yarn", "factor": 4}
+SELECTING = DFlash2Config(selector=Selector(8, 4))
+CONVOLVED = DFlash2Config(convolution=Convolution(2, 8))
 # A key that is read -> what it is given, what beside it, and what of the config then differs; or
 # the error that it leads to.
 EXAMPLES: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigError]]] = {
@@ -93,13 +95,13 @@ EXAMPLES: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[Conf
     "dflash_config.swa_window_size": (8, [SWA], WINDOWED),
     "draft_vocab_size": (32, [], {"draft_vocab_size": 32}),
     **{
-        f"{place}{name}": (value, [(place + other, beside)], {part: expected})
+        f"{place}{name}": (value, [(place + other, beside)], {"head": expected})
         for place in ("", "dflash_config.")
-        for part, (name, value), (other, beside), expected in (
-            ("selector", ("selector_rank", 8), ("selector_top_k", 4), Selector(8, 4)),
-            ("selector", ("selector_top_k", 4), ("selector_rank", 8), Selector(8, 4)),
-            ("convolution", ("conv_kernel_size", 2), ("conv_group_size", 8), Convolution(2, 8)),
-            ("convolution", ("conv_group_size", 8), ("conv_kernel_size", 2), Convolution(2, 8)),
+        for (name, value), (other, beside), expected in (
+            (("selector_rank", 8), ("selector_top_k", 4), SELECTING),
+            (("selector_top_k", 4), ("selector_rank", 8), SELECTING),
+            (("conv_kernel_size", 2), ("conv_group_size", 8), CONVOLVED),
+            (("conv_group_size", 8), ("conv_kernel_size", 2), CONVOLVED),
         )
     },
     **dict.fromkeys(NAMES, ({"quant_method": "fp8"}, [], {"quantization": FP8})),
@@ -125,8 +127,8 @@ EXAMPLES: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[Conf
 
 
 def test_every_key_that_is_read_has_an_example() -> None:
-    assert {path.rpartition(".")[2] for path in EXAMPLES} == READ
-    assert not READ & INERT and not (READ | INERT) & FOREIGN.keys()
+    assert {path.rpartition(".")[2] for path in EXAMPLES} == read_keys()
+    assert not read_keys() & TRAINING and not (read_keys() | TRAINING) & FOREIGN.keys()
 
 
 @pytest.mark.parametrize("path", EXAMPLES)
@@ -142,9 +144,9 @@ def test_a_key_that_is_read_decides_something(path: str) -> None:
 
 
 @pytest.mark.parametrize("value", [True, 1, 0.5, "float16", {}, [], None])
-def test_keys_without_effect_change_nothing(value: Any) -> None:
+def test_keys_of_training_change_nothing(value: Any) -> None:
     for place in ("", "dflash_config."):
-        config = config_with(*((f"{place}{name}", value) for name in INERT))
+        config = config_with(*((f"{place}{name}", value) for name in TRAINING))
         assert config == BASE and config.unknown_keys == ()
 
 
@@ -180,11 +182,11 @@ def test_an_lm_head_of_its_own_is_declared_by_draft_vocab_size(beside: dict[str,
     value=values,
 )
 def test_an_unknown_key_is_named_in_a_warning(place: str, name: str, value: Any) -> None:
-    """Null is as good as nothing."""
-    assume(name not in READ | INERT | FOREIGN.keys())
+    """Beside `dflash_config` stand keys of Transformers, too. Null is as good as nothing."""
+    assume(name not in read_keys() | TRAINING | FOREIGN.keys())
     config = config_with((place + name, value))
     assert config == BASE
-    assert config.unknown_keys == (() if value is None else (place + name,))
+    assert config.unknown_keys == ((place + name,) if place and value is not None else ())
     warned = [str(found) for found in Options().resolve(config).warnings(config, {})]
     assert len(warned) == len(config.unknown_keys)
     assert all(cut(place + name) in line for line in warned)
@@ -205,7 +207,7 @@ def test_an_unknown_key_of_the_rotary_embedding_is_refused(
     assert refused.value.field == f"{place}{name} in the draft's config.json"
 
 
-PATHS = sorted({*READ, *INERT, *FOREIGN, *EXAMPLES})
+PATHS = sorted({*read_keys(), *TRAINING, *FOREIGN, *EXAMPLES})
 
 
 @bounded
@@ -292,7 +294,7 @@ def test_the_layout_of_speculators_is_the_same_draft() -> None:
     assert DraftConfig.from_dict(layout(raw_config())) == known
     of_dflash2 = {"speculators_model_type": "dflash2", "selector_rank": 8, "selector_top_k": 4}
     config = DraftConfig.from_dict(layout(raw_config(), **of_dflash2))
-    assert config == replace(known, selector=Selector(8, 4))
+    assert config == replace(known, head=SELECTING)
     slides = {"layer_types": SLIDING, "sliding_window": 8}
     for non_causal in (False, True):
         config = DraftConfig.from_dict(

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.heads.dflash2 import Convolution, DFlash2Config, Selector
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.drafting.weights import load_model
 from tests import ROOT
@@ -79,7 +80,7 @@ def test_nemo_automodel(window: int | None) -> None:
         "selector_rank": 8, "selector_top_k": 4, "conv_kernel_size": 2, "conv_group_size": 16,
     }  # fmt: skip
     second = DraftConfig.from_dict(of_automodel(window, "Qwen3DFlash2DraftModel", **head))
-    assert second.selector is not None and second.convolution is not None
+    assert second.head == DFlash2Config(Convolution(2, 16), Selector(8, 4))
     named = of_automodel(window, "DFlashDraftModel")
     assert DraftConfig.from_dict(named) == config
 

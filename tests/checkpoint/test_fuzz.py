@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.checkpoint.draft_keys import FOREIGN, INERT, READ
+from sglang_dflash.checkpoint.draft_keys import FOREIGN, TRAINING, read_keys
 from sglang_dflash.checkpoint.fields import read_json_object
 from sglang_dflash.checkpoint.published import ModelFacts
 from sglang_dflash.checkpoint.stored import INDEX, local_weight_bytes
@@ -60,7 +60,15 @@ values = st.recursive(
 ROPE = ("factor", "rope_type", "type", "rope_theta", "beta_fast", "mscale", "truncate",
         "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
         "partial_rotary_factor", "mrope_section")  # fmt: skip
-KEYS = sorted({*READ, *INERT, *FOREIGN, "no_such_key"})
+# Keys of Transformers, of any model.
+GENERIC = (
+    "_name_or_path", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "id2label", "initializer_range", "is_decoder", "num_labels", "output_hidden_states",
+    "pad_token_id", "problem_type", "return_dict", "temperature", "text_config",
+    "tie_word_embeddings", "tokenizer_class", "top_k", "torch_dtype", "transformers_version",
+    "use_cache",
+)  # fmt: skip
+KEYS = sorted({*read_keys(), *FOREIGN, *TRAINING, *GENERIC, "no_such_key"})
 PATHS = [
     *((name,) for name in KEYS),
     *(("dflash_config", name) for name in KEYS),

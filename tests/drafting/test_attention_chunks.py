@@ -15,7 +15,7 @@ from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.attention.visibility import context_positions
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.options import Options
 from tests.conftest import kv_groups, random_model, raw_config, write_kv
 

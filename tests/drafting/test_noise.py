@@ -11,7 +11,8 @@ from sglang.srt.layers import sampler as sglangs
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted
-from sglang_dflash.drafting.heads import ArgmaxHead, TargetHead
+from sglang_dflash.drafting.heads.head import TargetHead
+from sglang_dflash.drafting.heads.plain import ArgmaxHead
 from sglang_dflash.drafting.noise import BlockNoise, gumbel
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel

@@ -11,7 +11,7 @@ import torch
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters, DraftCounts
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
 from tests.conftest import kv_groups, random_model, raw_config

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter, batch_buckets, column_buckets
-from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise
 from sglang_dflash.drafting.options import Options
 from tests.conftest import kv_groups, random_model, raw_config, with_own

@@ -15,7 +15,7 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.tensors import check_weights, expected_tensors
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.reference import torch_block_attention
-from sglang_dflash.drafting.heads import TargetHead, make_head
+from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise, gumbel
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
@@ -137,7 +137,7 @@ def test_an_lm_head_of_its_own_is_split_over_ranks(tmp_path: Path) -> None:
     borrowed = TargetHead(lambda ids: ids, lambda hidden: hidden)
 
     def drafted(tp: TensorParallel) -> Any:
-        head = make_head(load_model(tmp_path, dtype=torch.float32, tp=tp), borrowed)
+        head = load_model(tmp_path, dtype=torch.float32, tp=tp).make_head(borrowed)
         return head(hidden, bonus, None), head(hidden, bonus, noise)
 
     assert whole.lm_head is not None and whole.token_ids is not None
@@ -151,7 +151,7 @@ def test_an_lm_head_of_its_own_is_split_over_ranks(tmp_path: Path) -> None:
         assert torch.equal(likeliest, logits.argmax(-1))
         assert torch.equal(by_rule, torch.stack((likeliest, coupled)))
     assert not torch.equal(coupled[1:], noise.scores(logits, torch.arange(64)).argmax(-1)[1:])
-    head = make_head(load_model(tmp_path, dtype=torch.float32), borrowed)
+    head = load_model(tmp_path, dtype=torch.float32).make_head(borrowed)
     missing = (torch.arange(64) != whole.token_ids[:, None]).all(0).nonzero()[0]
     assert (head.shortfall(hidden, bonus, likeliest) == 0).all()
     assert head.shortfall(hidden, bonus, missing.expand(5, 3)).isinf().all()
@@ -170,13 +170,12 @@ def test_the_walk_of_a_split_vocabulary(tmp_path: Path) -> None:
         model = load_model(tmp_path, dtype=torch.float32, tp=tp)
         rows = embed.chunk(tp.size)[tp.rank]
         first = tp.rank * len(rows)
-        head = make_head(model, TargetHead(lambda ids: ids, lambda h: h @ rows.T, first))
+        head = model.make_head(TargetHead(lambda ids: ids, lambda h: h @ rows.T, first))
         short = head.shortfall(hidden, bonus, head(hidden, bonus, None))
         return head(hidden, bonus, None), head(hidden, bonus, noise), short
 
     model = load_model(tmp_path, dtype=torch.float32)
-    selector = model.candidate_selector
-    assert selector is not None
+    selector: Any = model.head.candidate_selector
 
     def walked(r: int, temperature: float) -> list[int]:
         path = [int(bonus[r])]

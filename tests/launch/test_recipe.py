@@ -139,8 +139,7 @@ def test_a_dflash2_draft_begins_as_the_v1_draft(made: Recipe) -> None:
     with torch.no_grad():
         hidden = draft.block_hidden(second, made.embed, batch)
         torch.testing.assert_close(hidden, draft.block_hidden(first, made.embed, batch))
-        selector = second.candidate_selector
-        assert selector is not None
+        selector: Any = second.head.candidate_selector
         before = batch.ids[:, :24].view(2, 3, 8)
         added = draft.edge_logits(selector, hidden, before, torch.arange(9))
     assert not added.any() and selector.predecessor_codebook.any()

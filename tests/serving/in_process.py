@@ -14,7 +14,7 @@ from torch import Tensor
 from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
-from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import PLAIN_STEPS, Finding, Options
 from sglang_dflash.drafting.parallel import TensorParallel

@@ -70,7 +70,7 @@ SET_UP = (
     Figure("draft_kv_dtype", lambda s: str(s.caches[0].kv.dtype).removeprefix("torch.")),
     Figure("lookup_bytes", lambda s: s.lookup and s.lookup.texts.nbytes),
     Figure("draft_attention", lambda s: s.attention),
-    Figure("draft_kind", lambda s: s.model.config.kind),
+    Figure("draft_kind", lambda s: s.model.config.head.description),
     Figure("draft_ops", lambda s: type(s.model.ops).__name__),
     Figure("simulated_acceptance", lambda s: s.simulated),
     Figure("context_length", lambda s: s.context_length),

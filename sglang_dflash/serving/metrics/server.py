@@ -46,7 +46,7 @@ def _who(report: Mapping[str, Any]) -> str:
     """See `labels`."""
     label, trained = labels(report), report.get("trained_block_size")
     block = "" if trained in (None, report.get("block_size")) else f" (trained for {trained})"
-    # Of DFlash2, what it has stands behind a colon.
+    # What its head has stands behind a colon.
     draft_kind = report.get("draft_kind", "DFlash").partition(":")[0]
     return (
         f"{label['worker']} {label['version']}, {draft_kind}, block {label['block']}{block}, "

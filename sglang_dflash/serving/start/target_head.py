@@ -8,7 +8,7 @@ from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 from sglang.srt.lora.layers import unwrap_lora_layer
 from torch import Tensor
 
-from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.packed import packed_of
 
 

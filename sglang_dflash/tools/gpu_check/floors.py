@@ -59,28 +59,10 @@ def propose_floor(
     logits = 2 * drafted * config.vocab_size
     embedded = tokens * wide
     values = weights + activations + 2 * kv * context + logits + embedded
-    values += _convolved(config, tokens) + _selected(config, drafted)
+    head = config.head
+    values += head.weights(config) + drafted * head.row_values
+    values += head.moved(config, tokens, drafted)
     return itemsize * values + ID_BYTES * tokens
-
-
-def _convolved(config: DraftConfig, tokens: int) -> int:
-    """Values of DFlash2's convolutions, before and after each half of a layer: base kernels, and
-    the product that makes the others."""
-    of, wide = config.convolution, config.hidden_size
-    if of is None:
-        return 0
-    made = 2 * of.kernel_size * (wide // of.group_size)
-    base = 2 * of.kernel_size * wide
-    return 2 * config.num_hidden_layers * (base + wide * made + tokens * (wide + made))
-
-
-def _selected(config: DraftConfig, drafted: int) -> int:
-    """Values of DFlash2's selector, for a walk: the product, each candidate's row of one table,
-    and one row of the other."""
-    of, wide = config.selector, config.hidden_size
-    if of is None:
-        return 0
-    return wide * of.rank + drafted * (wide + of.rank + (of.top_k + 1) * of.rank)
 
 
 def visible(layer: LayerAttention, length: int, window: int | None) -> int:

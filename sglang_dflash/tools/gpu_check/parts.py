@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
-from dflash_kernels import accept, lookup, walk
+from dflash_kernels import accept, lookup
 from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
@@ -201,17 +202,13 @@ def alone(
             lambda: ops.seen_before(bonus, known.req_to_token, known, block - 1), found
         ),
     }  # fmt: skip
-    selector, weights = config.selector, model.candidate_selector
-    if selector is not None and weights is not None:
-        k, shape = selector.top_k, (requests, block - 1, selector.top_k)
-        tables = weights.predecessor_codebook, weights.successor_codebook
-        hidden = torch.randn(*shape[:2], selector.rank, device=device, dtype=dtype)
-        walked = torch.randn(shape, device=device), ints(vocabulary, *shape), hidden, ids[:, 0]
-        least = walk.traffic(*shape, selector.rank, dtype.itemsize, noise=True)
-        runs["candidates"] = (lambda: ops.candidates(logits, k), once)
-        runs["torch.topk"] = (lambda: logits.topk(k), once)
-        runs["walk"] = (lambda: ops.walk(*walked, *tables, noise), sum(least))
+    runs |= model.head.timed_ops(logits, ids[:, 0], noise, _kernel_bytes)
     return {name: _timed(device, run, floor) for name, (run, floor) in runs.items()}
+
+
+def _kernel_bytes(kernel: str, *shape: int, **how: bool) -> int:
+    """Bytes of one launch of a kernel, by the name of its file."""
+    return sum(import_module(f"dflash_kernels.{kernel}").traffic(*shape, **how))
 
 
 def _timed(

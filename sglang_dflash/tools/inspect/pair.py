@@ -133,7 +133,7 @@ def describe_draft(draft: ModelFacts, config: DraftConfig | None) -> dict[str, A
         ids, mask, rope = list(config.target_layer_ids), config.mask_token_id, _rope(config)
     return {
         "draft_architecture": _architecture(draft.config),
-        "draft_kind": config and config.kind,
+        "draft_kind": config and config.head.description,
         "draft_layers": layers,
         "draft_dtype": fields.get("dtype") or fields.get("torch_dtype"),
         "draft_quantization": _quantization(config),

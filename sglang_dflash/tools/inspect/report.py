@@ -129,7 +129,7 @@ def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) ->
 
 
 def _head_bytes(config: DraftConfig | None, draft_block: int) -> dict[str, int | None]:
-    """Return the bytes that the head of DFlash2 adds to the reads of a proposal; None for unknown
+    """Return the bytes that the draft's head adds to the reads of a proposal; None for unknown
     ones."""
     if config is None:
         return dict.fromkeys(("draft_head_bytes", "draft_head_bytes_per_request"))

@@ -16,7 +16,7 @@ from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.capabilities import Capabilities
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.graphs import GraphedDrafter
-from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.plugins.platform_cpu.attention import CpuKVPool

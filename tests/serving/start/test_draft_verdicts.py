@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.checkpoint.draft_keys import FOREIGN, INERT, READ
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.tools import cli
 from tests.broken_drafts import PAIR, WEIGHTS, server_flags
+from tests.checkpoint.test_fuzz import KEYS as DRAFT_KEYS
 from tests.conftest import FUZZ
 
 DRAFTS = 60
@@ -29,7 +29,7 @@ VALUES: tuple[Any, ...] = (
     "qwen3", "llama", ["DFlashDraftModel"], "bfloat16", {"quant_method": "fp8"}, 2**70, "\ud800",
 )  # fmt: skip
 # What configs of drafts have, a field of another model, and none.
-KEYS = sorted({*READ, *INERT, *FOREIGN, "vision_config", "no_such_key"})
+KEYS = sorted({*DRAFT_KEYS, "vision_config"})
 # What a folder may hold beside config.json.
 FILES = (
     "adapter_config.json", "config.json", "generation_config.json", "hf_quant_config.json",

@@ -7,7 +7,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments.launches import Scene, counted
-from sglang_dflash.drafting.heads import make_head
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.tools.gpu_check.drafters import random_head, random_model
 from sglang_dflash.tools.gpu_check.floors import config_of
@@ -21,7 +20,7 @@ def most_bytes(shape: str, requests: int) -> int:
     with FakeTensorMode(), torch.no_grad():
         config = config_of(f"z-lab/{shape}")
         model = random_model(config, CUDA, torch.bfloat16)
-        head, rows = make_head(model, random_head(model)), torch.arange(requests, device=CUDA)
+        head, rows = model.make_head(random_head(model)), torch.arange(requests, device=CUDA)
         hidden = model.fc.weight.new_empty(requests, config.block_size, config.hidden_size)
         ids = rows[:, None].expand(-1, config.block_size - 1)
         noise = BlockNoise(rows, rows.float(), rows)

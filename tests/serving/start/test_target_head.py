@@ -11,7 +11,6 @@ from torch import nn
 
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter
-from sglang_dflash.drafting.heads import make_head
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -56,7 +55,7 @@ def test_drafts_are_those_of_the_dequantized_head(
         model = model_with(name, rows, tp.rank * len(rows))
         if method is None:
             model = Model(Head(dequantized(model), tp.rank * len(rows)))
-        head = make_head(load_model(tmp_path, dtype=torch.float32, tp=tp), target_head(model))
+        head = load_model(tmp_path, dtype=torch.float32, tp=tp).make_head(target_head(model))
         short = head.shortfall(hidden, bonus, head(hidden, bonus, None))
         return head(hidden, bonus, None), head(hidden, bonus, noise), short
 

@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
 from tests.conftest import kv_groups, random_model, raw_config
@@ -119,7 +119,7 @@ def test_hidden_states_and_tokens_are_sglangs(
     torch.manual_seed(0)
     raw = CASES[name]
     drawn: Any = random_model(raw)
-    drawn.candidate_selector.hidden_projection.weight.data *= 5
+    drawn.head.candidate_selector.hidden_projection.weight.data *= 5
     save_model(drawn, raw, tmp_path, torch.float32)
     model, tensors = load_model(tmp_path, dtype=torch.float32), read_tensors(tmp_path)
     embed = torch.randn(64, raw["hidden_size"])

@@ -1,0 +1,24 @@
+"""The draft heads that we serve: what turns the draft's hidden states into drafted tokens. Their
+keys, tensors and bytes are in `checkpoint/heads/`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.heads.dflash2 import DFlash2Config
+from sglang_dflash.checkpoint.heads.head import HeadConfig
+from sglang_dflash.drafting.heads.dflash2 import DFlash2Module
+from sglang_dflash.drafting.heads.plain import HeadModule
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.parallel import TensorParallel
+
+HEADS: Mapping[type[HeadConfig], type[HeadModule]] = {
+    HeadConfig: HeadModule,
+    DFlash2Config: DFlash2Module,
+}
+
+
+def head_module(config: DraftConfig, tp: TensorParallel, ops: TorchOps) -> HeadModule:
+    """The head's part of a draft network."""
+    return HEADS[type(config.head)](config, tp, ops)

@@ -1,0 +1,39 @@
+"""Inputs of operations that a check compares with torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.ops import TorchOps
+
+# Operation -> its results to compare.
+Cases = dict[str, Callable[[TorchOps], Sequence[Tensor]]]
+
+
+class Placed(Protocol):
+    """A tensor or a network."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class RandomInputs:
+    """Random values on the device and in the dtype of something, always the same ones."""
+
+    def __init__(self, like: Placed) -> None:
+        self.device, self.dtype = like.device, like.dtype
+        # On the host, so that every device gets the same values.
+        self._generator = torch.Generator().manual_seed(0)
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(self.device, self.dtype)
+
+    def ints(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self._generator).to(self.device)
