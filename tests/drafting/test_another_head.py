@@ -147,6 +147,10 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "HEADS", {**heads.HEADS, BigramConfig: BigramModule})
 
 
+def test_every_head_that_is_read_has_a_network() -> None:
+    assert set(described.HEADS) == heads.HEADS.keys()
+
+
 def test_without_the_lists_it_is_another_workers_draft() -> None:
     with pytest.raises(UnsupportedDraft, match="architectures"):
         DraftConfig.from_dict(RAW)

@@ -27,12 +27,12 @@ def head_keys() -> frozenset[str]:
 
 def architectures() -> tuple[str, ...]:
     """The `architectures` of all heads."""
-    return tuple(name for head in HEADS for name in head.architectures)
+    return tuple(dict.fromkeys(name for head in HEADS for name in head.architectures))
 
 
 def speculators_types() -> tuple[str, ...]:
     """The `speculators_model_type` of all heads that the speculators library has."""
-    return tuple(head.speculators_type for head in HEADS if head.speculators_type)
+    return tuple(dict.fromkeys(head.speculators_type for head in HEADS if head.speculators_type))
 
 
 def is_table(tensor: str) -> bool:
