@@ -9,7 +9,6 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
 from sglang_dflash.plugins.platform_cpu.attention import CpuAttentionBackend
@@ -17,28 +16,10 @@ from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.sampling import Ranks, repeated_sampling_info
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from tests.drafting.test_recording import Requests, drafter_of, graphed, table
+from tests.serving.batches import batch_of, sampling_info
 from tests.serving.in_process import ONE_RANK
 
 VOCAB, BLOCK = 16, 3
-
-
-def sampling_info(**changes: Any) -> SamplingBatchInfo:
-    """Return the sampling info of two requests that differ in everything."""
-    given: dict[str, Any] = {
-        "temperatures": torch.tensor([[0.5], [2.0]]),
-        "top_ps": torch.tensor([0.25, 0.75]),
-        "top_ks": torch.tensor([3, 5]),
-        "min_ps": torch.tensor([0.0, 0.125]),
-        "sampling_seed": torch.tensor([11, 22]),
-        "is_all_greedy": False,
-        "is_any_greedy": False,
-        "need_top_p_sampling": True,
-        "need_top_k_sampling": True,
-        "need_min_p_sampling": True,
-        "vocab_size": VOCAB,
-        "device": "cpu",
-    }
-    return SamplingBatchInfo(**{**given, **changes})
 
 
 def test_every_row_of_a_block_has_its_requests_parameters() -> None:
@@ -66,10 +47,6 @@ class NotedPositions:
         pass
 
 
-def batch_of(info: Any) -> Any:
-    return SimpleNamespace(has_grammar=False, sampling_info=info, return_logprob=False)
-
-
 def output_of(logits: Tensor) -> LogitsProcessorOutput:
     return LogitsProcessorOutput(next_token_logits=logits)
 
@@ -80,7 +57,7 @@ def test_every_position_draws_its_own_random_number() -> None:
     positions = torch.tensor([[7, 8, 9], [20, 21, 22]])
     block, logits = torch.zeros(2, BLOCK, dtype=torch.int64), torch.randn(2 * BLOCK, VOCAB)
     TargetTokens(sampler, Ranks(ONE_RANK), no_penalties())(
-        batch_of(sampling_info()), output_of(logits), block, positions, lambda: None
+        batch_of(sampling_info=sampling_info()), output_of(logits), block, positions, lambda: None
     )
     assert sampler.positions.tolist() == [7, 8, 9, 20, 21, 22]
 
@@ -94,7 +71,7 @@ def test_greedy_tokens_are_of_the_logits_that_sglangs_sampler_takes() -> None:
     for sanitizes, token in ((False, 5), (True, 3)):
         with envs.SGLANG_SANITIZE_NAN_LOGITS.override(sanitizes):
             tokens = TargetTokens(NotedPositions(), Ranks(ONE_RANK), no_penalties())(
-                batch_of(info), output_of(logits.clone()), block, block, lambda: None
+                batch_of(sampling_info=info), output_of(logits.clone()), block, block, lambda: None
             )
         assert (tokens == token).all()
 
@@ -115,23 +92,13 @@ def test_penalties_and_a_bias_apply_to_every_position() -> None:
     """The first position is an ordinary decoding step, with SGLang's own sum of penalties."""
     bias, penalty = torch.zeros(2, VOCAB), torch.zeros(2, VOCAB)
     bias[1, 4], penalty[0, 2] = 5.0, 10.0
-    info = SimpleNamespace(
-        is_all_greedy=True,
-        sampling_mask_batch_indices=None,
-        logit_bias=bias,
-        grammar_mask=None,
-        has_custom_logit_processor=False,
-        acc_additive_penalties=penalty,
-        acc_scaling_penalties=None,
-        penalizer_orchestrator=None,
-        apply_logits_bias=lambda logits: logits.add_(bias + penalty),
-    )
+    info = sampling_info(is_all_greedy=True, logit_bias=bias, acc_additive_penalties=penalty)
     logits = torch.zeros(2 * BLOCK, VOCAB)
     logits[:, 9] = 1.0
     block = torch.zeros(2, BLOCK, dtype=torch.int64)
     penalised = Penalised(2, BLOCK, torch.device("cpu"))
     tokens = TargetTokens(NotedPositions(), Ranks(ONE_RANK), penalised)(
-        batch_of(info), output_of(logits), block, block, lambda: None
+        batch_of(sampling_info=info), output_of(logits), block, block, lambda: None
     )
     assert tokens.tolist() == [[2, 0, 0], [4, 4, 4]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,7 @@ from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
 from sglang_dflash.serving.step.worker import DFlashWorker
 from tests.conftest import kv_groups, random_model, raw_config
+from tests.serving.batches import batch_of, request_of
 
 RAW = raw_config()
 VOCAB, HIDDEN = RAW["vocab_size"], RAW["hidden_size"]
@@ -135,9 +137,10 @@ def worker_of(
 
 def prefill_of(prefixes: Sequence[int], lengths: Sequence[int], device: str = "cpu") -> Any:
     """A prefill of requests in rows 1, 2, ...: `lengths` tokens, of which `prefixes` are cached."""
-    return SimpleNamespace(
+    return batch_of(
+        *(request_of(str(row), [7] * n) for row, n in enumerate(lengths)),
+        device=device,
         forward_mode=ForwardMode.EXTEND,
-        reqs=[SimpleNamespace(origin_input_ids=[7] * n, output_ids=[]) for n in lengths],
         prefix_lens=list(prefixes),
         extend_lens=[n - prefix for prefix, n in zip(prefixes, lengths, strict=True)],
         req_pool_indices=torch.arange(1, len(lengths) + 1, device=device),
@@ -149,9 +152,6 @@ def prefill_of(prefixes: Sequence[int], lengths: Sequence[int], device: str = "c
             ]
         ),
         seq_lens=torch.tensor(lengths).to(device),
-        sampling_info=None,
-        has_grammar=False,
-        return_hidden_states=False,
     )
 
 
@@ -160,27 +160,17 @@ def decode_of(lengths: Sequence[int], device: str = "cpu", **changes: Any) -> An
     seq_lens = torch.tensor(lengths)
     bonus = torch.full((len(lengths),), 5, device=device)
     given = draft_input(bonus, seq_lens.to(device), in_flight=1)
-    batch = SimpleNamespace(
+    batch = batch_of(
+        *(request_of(str(row)) for row in range(len(lengths))),
+        device=device,
         forward_mode=ForwardMode.DECODE,
-        reqs=[
-            SimpleNamespace(rid=str(row), custom_logit_processor=None, grammar=None)
-            for row in range(len(lengths))
-        ],
         req_pool_indices=torch.arange(1, len(lengths) + 1, device=device),
         seq_lens=seq_lens.to(device),
         seq_lens_cpu=seq_lens,
         seq_lens_sum=sum(lengths),
         spec_info=given,
-        sampling_info=None,
-        has_grammar=False,
-        return_logprob=False,
-        return_hidden_states=False,
-        mamba_track_indices=None,
-        mamba_track_mask=None,
     )
-    for name, value in changes.items():
-        setattr(batch, name, value)
-    return batch
+    return replace(batch, **changes)
 
 
 def prepared(verify_input: Any, batch: Any, _worker: Any) -> tuple[Any, bool]:

@@ -6,7 +6,6 @@ import itertools
 import random
 import re
 from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from sglang_dflash.serving.step.scheduler import end_at_the_first_reason, without_rows_after_the_end
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.patches.originals import original
+from tests.serving.batches import request_of
 
 UPDATE = original("sglang.srt.managers.schedule_batch.Req.update_finish_state")
 VOCAB = 1024
@@ -190,8 +190,7 @@ def test_an_abort_ends_a_step_at_once() -> None:
     assert request.finished_reason.to_json()["message"] == "away"
     assert list(request.output_ids) == BEFORE + BLOCK
     # And nothing is judged twice.
-    ended = SimpleNamespace(finished=lambda: True)
-    end_at_the_first_reason(lambda given, count: given, ended, 3)
+    end_at_the_first_reason(lambda given, count: given, request, 3)
 
 
 @pytest.mark.parametrize("mode", [True, "last"])
@@ -202,9 +201,7 @@ def test_a_row_of_hidden_states_per_token_kept(mode: Any) -> None:
     append = original(f"{name}.SchedulerBatchResultProcessor._append_decode_hidden_states")
     rows = torch.arange(16.0).view(16, 1)
     for ended, kept in ((8, [3, 4, 5, 6]), (None, [3, 4, 5, 6, 7, 8])):
-        request = SimpleNamespace(
-            output_ids=[0] * 10, finished_len=ended, return_hidden_states=mode, hidden_states=[]
-        )
+        request = request_of(output=10, finished_len=ended, return_hidden_states=mode)
         step = {"hidden_states": rows, "start": 3, "accept_len": 6}
         without_rows_after_the_end(append, req=request, **step)
         expected = kept if mode is True else kept[-1:]

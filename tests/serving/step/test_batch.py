@@ -13,6 +13,7 @@ import torch
 
 from sglang_dflash.serving.step import batch as ours
 from tests.patches.originals import original
+from tests.serving.batches import batch_of, request_of
 
 BLOCK = 8
 
@@ -24,10 +25,9 @@ def test_a_verify_forward_leaves_the_lengths_as_they_were(
 ) -> None:
     """The preparation counts the block in; without host lengths it has what is reserved."""
     reserved = SimpleNamespace(nxt_kv_lens_cpu=torch.tensor([13, 17]), nxt_kv_lens_sum=30)
-    batch: Any = SimpleNamespace(
+    batch = batch_of(
         seq_lens_cpu=torch.tensor([5, 9]) if on_host else None,
         seq_lens_sum=14 if on_host else None,
-        out_cache_loc=None,
         spec_info=reserved,
     )
     before, found = (batch.seq_lens_cpu, batch.seq_lens_sum), []
@@ -93,29 +93,21 @@ def pages_of(tokens: int, page: int) -> int:
     return -(-tokens // page) * page
 
 
-def request_of(committed: int, allocated: int, new: int = 1000) -> Any:
+def request_with(committed: int, allocated: int, new: int = 1000) -> Any:
     """Make a request with `committed` tokens in `allocated` slots; its last new one needs none."""
-    return SimpleNamespace(
-        kv=SimpleNamespace(kv_committed_len=committed, kv_allocated_len=allocated),
-        origin_input_ids=[0] * committed,
-        sampling_params=SimpleNamespace(max_new_tokens=new),
-        decode_batch_idx=3,
-        length=committed,
-        longest=committed + new - 1,
-    )
+    made: Any = request_of(prompt=committed, max_new_tokens=new, decode_batch_idx=3)
+    made.kv.kv_committed_len, made.kv.kv_allocated_len = committed, allocated
+    # What the target has computed, whether or not the host knows.
+    made.length, made.longest = committed, committed + new - 1
+    return made
 
 
 def running_batch(pool: Pool, requests: list[Any]) -> Any:
-    return SimpleNamespace(
-        reqs=requests,
-        device="cpu",
-        maybe_evict_swa=lambda: None,
-        token_to_kv_pool_allocator=pool,
-        tree_cache=None,
-        req_to_token_pool=None,
-        req_pool_indices=None,
-        spec_info=None,
-    )
+    tree_cache = SimpleNamespace(supports_swa=lambda: False)
+    batch = batch_of(token_to_kv_pool_allocator=pool, tree_cache=tree_cache)
+    # The list itself: requests join and leave it.
+    batch.reqs = requests
+    return batch
 
 
 def input_after(width: int, requests: int = 2) -> ours.DraftInput:
@@ -130,7 +122,7 @@ def test_every_step_writes_reserved_slots_only(
     """Random widths; under overlap the host knows lengths one step later."""
     pool, rng = Pool(monkeypatch), np.random.default_rng(0)
     length = [20, 33]
-    batch, step = running_batch(pool, [request_of(n, n) for n in length]), input_after(0)
+    batch, step = running_batch(pool, [request_with(n, n) for n in length]), input_after(0)
     for _ in range(500):
         step.prepare_for_decode(batch)
         assert step.ends is None
@@ -163,7 +155,7 @@ def test_answers_that_just_fit_take_the_whole_pool(
         tight = int(rng.integers(0, 1 + min(sizes) // page)) * page if requests == 2 else 0
         pool = Pool(monkeypatch, sum(sizes) - tight, page)
         running: list[Any] = []
-        waiting = [request_of(n, 0, new) for n, new in jobs]
+        waiting = [request_with(n, 0, new) for n, new in jobs]
         step = input_after(0, 0)
         for _ in range(500):
             if not running and not waiting:
@@ -212,7 +204,7 @@ def test_sglang_asks_for_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "_new_tokens_required_next_decode_spec_v2"
     theirs = original(f"sglang.srt.managers.schedule_batch.ScheduleBatch.{name}")
     monkeypatch.setitem(theirs.__globals__, "get_alloc_reserve_per_decode", lambda: 2 * BLOCK)
-    batch = running_batch(Pool(monkeypatch), [request_of(20, 20)])
+    batch = running_batch(Pool(monkeypatch), [request_with(20, 20)])
     assert theirs(batch, batch.reqs, 1) == 2 * BLOCK
     for in_flight, slots in ((0, 1), (BLOCK, 2)):
         batch.spec_info = input_after(in_flight, 1)
@@ -222,7 +214,7 @@ def test_sglang_asks_for_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_without_drafts_reserve_once_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(monkeypatch)
-    batch = running_batch(pool, [request_of(20, 20)])
+    batch = running_batch(pool, [request_with(20, 20)])
     for _ in range(8 * BLOCK):
         input_after(1, 1).prepare_for_decode(batch)
         batch.reqs[0].kv.kv_committed_len += 1
@@ -234,7 +226,7 @@ def test_what_is_reserved_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     left."""
     for free, reserved, ends in ((0, [36, 46], None), (3, [24, 33], [25, 35])):
         pool, step = Pool(monkeypatch, free), input_after(1)
-        batch = running_batch(pool, [request_of(20, reserved[0]), request_of(30, reserved[1])])
+        batch = running_batch(pool, [request_with(20, reserved[0]), request_with(30, reserved[1])])
         step.prepare_for_decode(batch)
         assert pool.count == (ends is not None)
         assert batch.seq_lens_cpu.tolist() == [20, 30] and batch.seq_lens_cpu.dtype == torch.int64
@@ -249,5 +241,5 @@ def test_what_is_reserved_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_merged_batch_expects_the_wider_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, step = Pool(monkeypatch), input_after(1, 1)
     step.merge_batch(input_after(BLOCK, 1))
-    step.prepare_for_decode(running_batch(pool, [request_of(20, 35), request_of(30, 45)]))
+    step.prepare_for_decode(running_batch(pool, [request_with(20, 35), request_with(30, 45)]))
     assert pool.count == 1

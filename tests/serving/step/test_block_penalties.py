@@ -16,7 +16,6 @@ from sglang_dflash.serving.step.penalties import BlockPenalties
 from tests.serving.step.test_penalty_counts import (
     VOCAB,
     WAYS,
-    Batch,
     Scheduler,
     applied,
     batch,
@@ -86,10 +85,8 @@ class Served:
         self.ours, self.overlap = BlockPenalties(8, BLOCK, CPU), overlap
         self.scheduler = Scheduler()
         self.scheduler.draft_worker = SimpleNamespace(block_penalties=self.ours)
-        self.batch: Batch = batch(*(request(**way) for way in ways))
+        self.batch = batch(*(request(**way) for way in ways))
         self.made = orchestrator(self.batch)
-        self.batch.sampling_info.acc_additive_penalties = None
-        self.batch.sampling_info.acc_scaling_penalties = None
         self.batch.spec_algorithm = SpeculativeAlgorithm.DFLASH
         # Rows of the request-to-token table.
         self.batch.req_pool_indices = torch.tensor([5, 2, 7, 1][: len(ways)])
@@ -135,10 +132,7 @@ def test_a_row_that_is_used_again_begins_with_its_prompts_token() -> None:
     served = Served({"frequency_penalty": 0.5})
     served.prefill([4])
     served.step([[3, 3, 3]])
-    made = orchestrator(served.batch)
-    served.batch.sampling_info.acc_additive_penalties = None
-    served.batch.sampling_info.acc_scaling_penalties = None
-    served.made = made
+    served.made = orchestrator(served.batch)
     served.prefill([6])
     wanted = expected({"frequency_penalty": 0.5}, [6])
     torch.testing.assert_close(served.counted()[0], wanted)

@@ -29,7 +29,7 @@ from sglang_dflash.serving.step.penalty_counts import LENGTH, PENALIZERS, count
 from sglang_dflash.serving.step.seeded_sampling import sample_by_token_id
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
 from tests.conftest import write_kv
-from tests.reliability.test_block_rows import sampling_info
+from tests.serving.batches import batch_of, request_of, sampling_info
 from tests.serving.fake_cuda import Crossing, FakeCuda
 from tests.serving.in_process import VOCAB, decode_of, prefill_of, widths_of, worker_of
 from tests.serving.recurrent_target import gdn_layer, recorded_runner
@@ -148,9 +148,6 @@ def test_a_sampled_step_waits_for_nothing(gpu: FakeCuda, monkeypatch: pytest.Mon
         device=str(device),
     )  # fmt: skip
     prompts, batch = prefill_of([0, 0], LENGTHS, "cuda"), decode_of(LENGTHS, "cuda")
-    params = SimpleNamespace(sampling_seed=None, n=1)
-    prompts.reqs = [SimpleNamespace(**vars(one), rid="a", sampling_params=params)
-                    for one in prompts.reqs]  # fmt: skip
     prompts.sampling_info = batch.sampling_info = info
     gpu.crossings.clear()
     with torch.compiler.set_stance("force_eager"):
@@ -176,14 +173,8 @@ def test_penalties_stay_on_the_device(gpu: FakeCuda) -> None:
 
     names = [*kinds, "BatchedMinNewTokensPenalizer"]
     orchestrator = SimpleNamespace(penalizers={name: penalizer(name) for name in names})
-    info = SimpleNamespace(
-        penalizer_orchestrator=SimpleNamespace(is_required=True),
-        acc_additive_penalties=None,
-        acc_scaling_penalties=None,
-    )
-    batch: Any = SimpleNamespace(
-        sampling_info=info, req_pool_indices=torch.arange(rows, device="cuda")
-    )
+    info = sampling_info(penalizer_orchestrator=SimpleNamespace(is_required=True))
+    batch = batch_of(sampling_info=info, req_pool_indices=torch.arange(rows, device="cuda"))
     ours = BlockPenalties(8, width, torch.device("cuda"))
     block = torch.zeros(rows, width, dtype=torch.int64, device="cuda")
     gpu.crossings.clear()
@@ -200,9 +191,7 @@ def test_requests_with_processors_do_not_make_the_host_wait(gpu: FakeCuda) -> No
     """The mask of these requests is copied while the target computes."""
     from sglang_dflash.serving.step.target_tokens import TargetTokens
 
-    requests = [
-        SimpleNamespace(custom_logit_processor=given, grammar=None) for given in (None, "one")
-    ]
+    requests = [request_of(custom_logit_processor=given) for given in (None, "one")]
     batch = decode_of(LENGTHS, "cuda", reqs=requests)
     gpu.crossings.clear()
     ranks: Any = None
@@ -257,7 +246,7 @@ def test_replays_commit_stays_on_the_device(
     replay = Replay(runner, ops)
     lengths = torch.ones(2, dtype=torch.int64, device="cuda")
     monkeypatch.setattr(our_batch, "mamba_track_grid", lambda _page: 8)
-    batch = SimpleNamespace(
+    batch = batch_of(
         mamba_track_indices=lengths.int() if with_checkpoints else None,
         tree_cache=SimpleNamespace(page_size=1),
     )

@@ -3,7 +3,6 @@ some that cannot, and of none."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.target_tokens import takes_one_token, verified_tokens
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.engine.own_grammar import OwnGrammar
-from tests.reliability.test_block_rows import sampling_info
+from tests.serving.batches import batch_of, request_of, sampling_info
 
 TOKENIZER = get_tokenizer(str(demo_pair("dense").target))
 VOCAB = 1024
@@ -36,11 +35,11 @@ def three_digits() -> Any:
     return grammar
 
 
-def batch_of(*grammars: Any) -> Any:
+def batch_with(*grammars: Any) -> Any:
     info = sampling_info(temperatures=torch.ones(len(grammars), 1), vocab_size=VOCAB)
     info.grammar_mask = "a prefill's"
-    requests = [SimpleNamespace(grammar=g, custom_logit_processor=None) for g in grammars]
-    return SimpleNamespace(has_grammar=True, reqs=requests, sampling_info=info)
+    requests = (request_of(grammar=grammar) for grammar in grammars)
+    return batch_of(*requests, has_grammar=True, sampling_info=info)
 
 
 def allowed(logits: Tensor) -> list[int]:
@@ -49,7 +48,7 @@ def allowed(logits: Tensor) -> list[int]:
 
 def test_each_grammar_is_applied_where_it_is_known() -> None:
     called: list[None] = []
-    batch = batch_of(OwnGrammar(three_digits()), three_digits(), None)
+    batch = batch_with(OwnGrammar(three_digits()), three_digits(), None)
     make = sampling.grammar_mask(batch, BLOCK, lambda: called.append(None))
     assert not called
     masks, logits = make(), torch.zeros(12, VOCAB)
@@ -68,7 +67,7 @@ def test_each_grammar_is_applied_where_it_is_known() -> None:
 def test_sglang_looks_ahead_with_any_grammar() -> None:
     """It reads bools as packed bits: the draft that the grammar takes counts as one that it does
     not, and anything may follow."""
-    batch, logits = batch_of(OwnGrammar(three_digits())), torch.zeros(4, VOCAB)
+    batch, logits = batch_with(OwnGrammar(three_digits())), torch.zeros(4, VOCAB)
     tree = GrammarTree.from_linear_chain(BLOCK[:1])
     mask = build_grammar_vocab_mask(
         reqs=batch.reqs, tree=tree, sampling_info=batch.sampling_info, device="cpu", barrier=None

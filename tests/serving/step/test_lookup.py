@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import Tensor
 from sglang_dflash.drafting.acceptance import Accepted, accept
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.serving.step.batch import draft_input
+from tests.serving.batches import request_of
 from tests.serving.in_process import (
     COLUMNS,
     ROWS,
@@ -31,16 +31,7 @@ PROMPTS = [[3, 4, 5, 6, 3, 4, 5, 6, 3], [9, 8, 7, 1, 2, 9, 8, 7, 1]]
 
 
 def requests(prompts: Sequence[list[int]]) -> list[Any]:
-    params = SimpleNamespace(max_new_tokens=100)
-    of_all = {
-        "output_ids": [],
-        "sampling_params": params,
-        "custom_logit_processor": None,
-        "grammar": None,
-    }
-    return [
-        SimpleNamespace(rid=str(i), origin_input_ids=ids, **of_all) for i, ids in enumerate(prompts)
-    ]
+    return [request_of(str(i), ids) for i, ids in enumerate(prompts)]
 
 
 def texts_after(worker: Any, steps: int, poison: Tensor) -> tuple[list[list[int]], list[Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,8 @@ from sglang_dflash.serving.start import build
 from sglang_dflash.serving.step.sampling import Ranks
 from sglang_dflash.serving.step.seeded_sampling import sample_by_token_id
 from sglang_dflash.serving.step.target_tokens import TargetTokens
-from tests.reliability.test_block_rows import no_penalties, output_of, sampling_info
+from tests.reliability.test_block_rows import no_penalties, output_of
+from tests.serving.batches import batch_of, request_of, sampling_info
 from tests.serving.in_process import ONE_RANK
 
 VOCABULARY, BLOCK = 97, 4
@@ -57,14 +57,8 @@ class Sampler:
         pass
 
 
-def batch_of(info: Any) -> Any:
-    params = [SimpleNamespace(top_k=int(k)) for k in info.top_ks]
-    return SimpleNamespace(
-        has_grammar=False,
-        sampling_info=info,
-        return_logprob=False,
-        reqs=[SimpleNamespace(sampling_params=one) for one in params],
-    )
+def batch_with(info: Any) -> Any:
+    return batch_of(*(request_of(top_k=int(k)) for k in info.top_ks), sampling_info=info)
 
 
 def test_they_are_those_of_sglangs_sampler() -> None:
@@ -82,7 +76,7 @@ def test_they_are_those_of_sglangs_sampler() -> None:
     positions = torch.randint(0, 5000, (rows, 1)) + torch.arange(BLOCK)
     logits, drafts = torch.randn(rows * BLOCK, VOCABULARY), torch.zeros(rows, BLOCK).long()
     found = [
-        one(batch_of(info), output_of(logits.clone()), drafts, positions, lambda: None)
+        one(batch_with(info), output_of(logits.clone()), drafts, positions, lambda: None)
         for one in (ours, theirs)
     ]
     assert sampler.calls == 1 and torch.equal(*found)
@@ -116,7 +110,7 @@ def test_which_batches_they_are_of(changes: dict[str, Any], calls: int) -> None:
     sampler = Noted()
     tokens = TargetTokens(sampler, Ranks(ONE_RANK), no_penalties(), largest)
     logits, block = torch.randn(2 * BLOCK, VOCABULARY), torch.zeros(2, BLOCK).long()
-    batch, output = batch_of(sampling_info(**changes)), output_of(logits.clone())
+    batch, output = batch_with(sampling_info(**changes)), output_of(logits.clone())
     found = tokens(batch, output, block, block, lambda: None)
     assert sampler.calls == calls and len(given) == 1 - calls
     if not calls:
@@ -138,7 +132,7 @@ def test_logits_are_read_once() -> None:
         tokens = TargetTokens(Sampler(), Ranks(ONE_RANK), no_penalties(), TritonOps().largest)
         logits = torch.empty(rows * width, vocabulary)
         block = torch.zeros(rows, width, dtype=torch.int64)
-        batch: Any = SimpleNamespace(sampling_info=info, return_logprob=False, reqs=[])
+        batch = batch_of(sampling_info=info)
         with counted(Scene([])) as found:
             tokens(batch, output_of(logits), block, block, lambda: None)
     assert bytes_of(found) < 1.01 * logits.nbytes

@@ -9,21 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.serving.step import penalty_counts
+from tests.serving.batches import batch_of, request_of, sampling_info
 
 VOCAB = 32
-NEUTRAL = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-    "stop_token_ids": {5},
-}
 WAYS: list[dict[str, Any]] = [
     {"frequency_penalty": 0.9},
     {"presence_penalty": 1.5},
@@ -41,29 +36,15 @@ KINDS = {
 
 
 def request(output: list[int] = [], **params: Any) -> Any:  # noqa: B006
-    return SimpleNamespace(
-        sampling_params=SimpleNamespace(**{**NEUTRAL, **params}),
-        output_ids=list(output),
-        origin_input_ids=[1, 2, 3],
-        eos_token_ids={0},
-        tokenizer=SimpleNamespace(additional_stop_token_ids=None, eos_token_id=0),
-    )
+    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=0)
+    made = request_of(prompt=[1, 2, 3], output=output, stop_token_ids={5}, **params)
+    made.eos_token_ids, made.tokenizer = {0}, tokenizer
+    return made
 
 
-class Batch(SimpleNamespace):
-    """The fields of a ScheduleBatch that penalties read. Can be weakly referenced."""
-
-
-def batch(*requests: Any, mode: ForwardMode = ForwardMode.EXTEND, **more: Any) -> Batch:
-    return Batch(
-        reqs=list(requests),
-        device="cpu",
-        forward_mode=mode,
-        enable_overlap=True,
-        spec_algorithm=SpeculativeAlgorithm.NONE,
-        decoding_reqs=None,
-        **more,
-    )
+def batch(*requests: Any, mode: ForwardMode = ForwardMode.EXTEND, **more: Any) -> ScheduleBatch:
+    none = SpeculativeAlgorithm.NONE
+    return batch_of(*requests, forward_mode=mode, enable_overlap=True, spec_algorithm=none, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +54,9 @@ def sglangs_init(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BatchedPenalizerOrchestrator, "__init__", own)
 
 
-def orchestrator(of: Batch) -> BatchedPenalizerOrchestrator:
+def orchestrator(of: ScheduleBatch) -> BatchedPenalizerOrchestrator:
     made = BatchedPenalizerOrchestrator(VOCAB, of, KINDS)
-    of.sampling_info = SimpleNamespace(penalizer_orchestrator=made)
+    of.sampling_info = sampling_info(penalizer_orchestrator=made)
     return made
 
 

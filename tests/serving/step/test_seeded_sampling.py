@@ -18,6 +18,7 @@ from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32
 from sglang_dflash.serving.step import seeded_sampling
 from sglang_dflash.serving.step.seeded_sampling import kept_weights, sample_by_token_id
 from tests.patches.originals import original
+from tests.serving.batches import sampling_info
 
 VOCABULARY = 64
 WAYS: list[dict[str, float]] = [
@@ -50,14 +51,13 @@ def info(ways: list[dict[str, float]], seeds: Tensor | None, mask: Tensor | None
     def column(name: str, default: float, dtype: torch.dtype) -> Tensor:
         return torch.tensor([way.get(name, default) for way in ways], dtype=dtype)
 
-    return SimpleNamespace(
+    return sampling_info(
         top_ks=column("top_k", TOP_K_ALL, torch.int32),
         top_ps=column("top_p", 1.0, torch.float32),
         min_ps=column("min_p", 0.0, torch.float32),
         need_top_k_sampling=any("top_k" in way for way in ways),
         need_top_p_sampling=any("top_p" in way for way in ways),
         need_min_p_sampling=any("min_p" in way for way in ways),
-        max_top_k=None,
         sampling_seed=seeds,
         sampling_mask_batch_indices=mask,
     )
@@ -103,11 +103,9 @@ def test_a_request_finds_its_sampler_compiled(
         started, kernels = len(graphs), set(loaded)
         for rows in (1, 2, 7, 64, 65, 200):
             probs, numbers = torch.rand(rows, VOCABULARY), torch.arange(rows)
-            asked = SimpleNamespace(
-                sampling_seed=numbers * 3, top_ks=numbers, top_ps=probs[:, 0], min_ps=probs[:, 0],
-                need_top_k_sampling=True, need_top_p_sampling=True,
-                sampling_mask_batch_indices=None,
-            )  # fmt: skip
+            asked = sampling_info(
+                sampling_seed=numbers * 3, top_ks=numbers, top_ps=probs[:, 0], min_ps=probs[:, 0]
+            )
             for simple in (True, False):
                 sample_by_token_id(None, None, probs, asked, numbers, simple)
     assert started == len(graphs) == 2 and set(loaded) == kernels

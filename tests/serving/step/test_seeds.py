@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +11,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step.sampling import block_noise
 from sglang_dflash.serving.step.seeds import Seeds
+from tests.serving.batches import batch_of, request_of, sampling_info
 
 DEVICE = torch.device("cpu")
 
 
 def request(rid: str, seed: int | None = None, n: int = 1) -> Any:
-    return SimpleNamespace(rid=rid, sampling_params=SimpleNamespace(sampling_seed=seed, n=n))
+    return request_of(rid, sampling_seed=seed, n=n)
 
 
 def test_a_request_has_its_own_seed_or_a_drawn_one() -> None:
@@ -32,12 +32,12 @@ def test_a_request_has_its_own_seed_or_a_drawn_one() -> None:
     assert seeds.of(request("a", 7, n=3)) == drawn[0]
 
 
-def batch_of(mode: str, rows: list[int], reqs: list[Any], **info: Any) -> Any:
-    return SimpleNamespace(
+def sampled(mode: str, rows: list[int], requests: list[Any], **info: Any) -> Any:
+    return batch_of(
+        *requests,
         forward_mode=ForwardMode[mode.upper()],
-        reqs=reqs,
         req_pool_indices=torch.tensor(rows),
-        sampling_info=SimpleNamespace(**{"is_all_greedy": False, "sampling_seed": None, **info}),
+        sampling_info=sampling_info(**{"sampling_seed": None, **info}),
     )
 
 
@@ -52,19 +52,19 @@ def given(seeds: Seeds, batch: Any) -> Any:
 def test_a_seed_stays_with_its_request() -> None:
     """It stays from the prefill on, in batches of any order; a row's next request has its own."""
     seeds, a, b, c = Seeds(5, 9, DEVICE), request("a", 11), request("b", 12), request("c", 13)
-    assert given(seeds, batch_of("extend", [3, 1], [a, b])) == [11, 12]
-    assert given(seeds, batch_of("decode", [1, 3], [b, a])) == [12, 11]
-    assert given(seeds, batch_of("extend", [3], [c])) == [13]
-    assert given(seeds, batch_of("decode", [1, 3], [b, c])) == [12, 13]
+    assert given(seeds, sampled("extend", [3, 1], [a, b])) == [11, 12]
+    assert given(seeds, sampled("decode", [1, 3], [b, a])) == [12, 11]
+    assert given(seeds, sampled("extend", [3], [c])) == [13]
+    assert given(seeds, sampled("decode", [1, 3], [b, c])) == [12, 13]
 
 
 def test_sglangs_seeds_and_greedy_batches_are_left_alone() -> None:
     seeds, asked = Seeds(4, 9, DEVICE), torch.tensor([42])
-    batch = batch_of("extend", [1], [request("a", 7)], sampling_seed=asked)
+    batch = sampled("extend", [1], [request("a", 7)], sampling_seed=asked)
     info = batch.sampling_info
     with seeds.given(batch):
         assert batch.sampling_info is info and info.sampling_seed is asked
-    assert given(seeds, batch_of("extend", [1], [request("a", 7)], is_all_greedy=True)) is None
+    assert given(seeds, sampled("extend", [1], [request("a", 7)], is_all_greedy=True)) is None
     batch.sampling_info = None
     with seeds.given(batch):
         assert batch.sampling_info is None
@@ -72,7 +72,7 @@ def test_sglangs_seeds_and_greedy_batches_are_left_alone() -> None:
 
 def test_sampling_parameters_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(our_batch, "is_pin_memory_available", lambda _device: False)
-    seeds, batch = Seeds(4, 9, DEVICE), batch_of("extend", [1], [request("a", 7)])
+    seeds, batch = Seeds(4, 9, DEVICE), sampled("extend", [1], [request("a", 7)])
     before = batch.sampling_info
     with pytest.raises(RuntimeError), seeds.given(batch):
         raise RuntimeError
@@ -81,8 +81,7 @@ def test_sampling_parameters_are_put_back_after_an_error(monkeypatch: pytest.Mon
 
 def test_a_greedy_request_has_no_noise() -> None:
     """SGLang gives it temperature 1 and top-k 1."""
-    info: Any = SimpleNamespace(
-        is_all_greedy=False,
+    info = sampling_info(
         sampling_seed=torch.tensor([5, 6]),
         temperatures=torch.tensor([[1.0], [0.5]]),
         top_ks=torch.tensor([1, 20]),

@@ -18,6 +18,7 @@ from sglang_dflash.serving.step import batch as serving_batch
 from sglang_dflash.serving.step import width as step_width
 from sglang_dflash.serving.step.batch import ForwardBatch
 from sglang_dflash.serving.step.width import StepClock, StepWidths
+from tests.serving.batches import batch_of, request_of
 from tests.serving.in_process import decode_of, draft_kv, filled, prefill_of, widths_of, worker_of
 from tests.serving.step.test_worker import LENGTHS, slots_of
 
@@ -53,25 +54,17 @@ class Scripted(WidthPolicy):
 
 def request(rid: str, most: int = 100, output: int = 0, processor: str | None = None) -> Any:
     """A request with 500 tokens in all, `output` of them generated."""
-    return SimpleNamespace(
-        rid=rid,
-        origin_input_ids=[1] * (500 - output),
-        output_ids=[1] * output,
-        custom_logit_processor=processor,
-        grammar=None,
-        sampling_params=SimpleNamespace(max_new_tokens=most),
+    return request_of(
+        rid, 500 - output, output, custom_logit_processor=processor, max_new_tokens=most
     )
-
-
-def batch(*requests: Any) -> Any:
-    return SimpleNamespace(reqs=list(requests))
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Seconds that `time.perf_counter` returns next."""
     readings: list[float] = []
-    monkeypatch.setattr(step_width.time, "perf_counter", lambda: readings.pop(0))
+    readout = SimpleNamespace(perf_counter=lambda: readings.pop(0))
+    monkeypatch.setattr(step_width, "time", readout)
     yield readings
 
 
@@ -80,7 +73,7 @@ def test_the_policy_is_told_what_a_step_may_take(clock: list[float]) -> None:
     policy = Scripted([4])
     widths = widths_of(policy)
     width = widths.choose(
-        batch(
+        batch_of(
             request("a", most=10, output=7),
             request("b", most=10, output=4, processor="one"),
         )
@@ -91,7 +84,7 @@ def test_the_policy_is_told_what_a_step_may_take(clock: list[float]) -> None:
 def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:
     clock += [1.0, 1.25, 9.0, 9.5]
     policy = Scripted([8, 1, 4, 4])
-    widths, one = widths_of(policy), batch(request("a"))
+    widths, one = widths_of(policy), batch_of(request("a"))
     for interrupted in (False, False, True, False):
         if interrupted:
             widths.clock.interrupted()
@@ -102,7 +95,7 @@ def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:
 def test_every_rank_takes_the_first_ones_width(clock: list[float]) -> None:
     clock += [1.0]
     tp = TensorParallel(rank=1, size=2, from_first=lambda own: {4: 8}[own])
-    assert widths_of(Scripted([4]), tp).choose(batch(request("a"))) == 8
+    assert widths_of(Scripted([4]), tp).choose(batch_of(request("a"))) == 8
 
 
 def test_a_fixed_width_asks_nothing() -> None:

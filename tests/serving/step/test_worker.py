@@ -13,7 +13,7 @@ from torch import Tensor
 from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step.batch import CaptureHiddenMode
-from tests.reliability.test_block_rows import sampling_info
+from tests.serving.batches import sampling_info
 from tests.serving.in_process import (
     COLUMNS,
     ROWS,
