@@ -18,6 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from sglang_dflash.serving.step.batch import GenerationBatchResult
+from tests.serving.batches import request_of
 from tests.serving.in_process import COLUMNS, ROWS, SLOTS, VOCAB, decode_of, prefill_of, worker_of
 
 FEW = 2
@@ -160,7 +161,8 @@ class Served:
         batch = prefill_of([0], [request.prompt])
         batch.req_pool_indices = torch.tensor([row])
         order = random.Random(request.number)
-        batch.reqs[0].origin_input_ids = [order.randrange(FEW) for _ in range(request.prompt)]
+        tokens = [order.randrange(FEW) for _ in range(request.prompt)]
+        batch.reqs = [request_of(prompt=tokens)]
         result = self.worker.forward_batch_generation(batch)
         request.length = request.prompt
         request.outputs.append(int(result.next_token_ids))

@@ -4,7 +4,6 @@ checkpoints of boundaries that a step crosses."""
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from tests.drafting.test_recurrent_fold import (
     one_token,
     random_layers,
 )
+from tests.serving.batches import batch_of
 from tests.serving.recurrent_target import runner_of
 
 GRID, POOL = 8, 12
@@ -69,7 +69,7 @@ def commit(target: Target, tracked: list[int] | None, monkeypatch: pytest.Monkey
     replay = Replay(target.runner, TORCH_OPS)
     monkeypatch.setattr(replay, "layers", lambda: target.layers)
     monkeypatch.setattr(our_batch, "mamba_track_grid", lambda _page: GRID)
-    batch: Any = SimpleNamespace(
+    batch = batch_of(
         mamba_track_indices=None if tracked is None else torch.tensor(tracked),
         tree_cache=SimpleNamespace(page_size=1),
     )

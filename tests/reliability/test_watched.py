@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted
@@ -18,6 +19,7 @@ from tests.conftest import write_kv
 from tests.drafting.test_nonfinite import TOKENS, counts, drafter
 from tests.reliability.corpus import Expected
 from tests.reliability.watched import Observer, WatchedDrafter, count_overwrites, free_slots
+from tests.serving.batches import batch_of, request_of
 
 
 def allocator(*pages: int, page_size: int = 1) -> Any:
@@ -65,13 +67,10 @@ def test_an_end_inside_a_block_is_counted_once() -> None:
     rare: Counter[str] = Counter()
     observer = Observer(SimpleNamespace(token_to_kv_pool_allocator=allocator()), rare)
     requests = [
-        SimpleNamespace(
-            rid=str(i), origin_input_ids=[0] * 5, output_ids=[0] * n, grammar=grammar,
-            finished=lambda: True,
-        )
+        request_of(str(i), 5, n, grammar=grammar, finished_reason=FINISH_LENGTH(n))
         for i, (n, grammar) in enumerate([(3, "a grammar"), (6, None)])
-    ]  # fmt: skip
-    batch, lengths = SimpleNamespace(reqs=requests), torch.tensor([4, 1])
+    ]
+    batch, lengths = batch_of(*requests), torch.tensor([4, 1])
     accepted = Accepted(lengths, torch.zeros(2, 4), lengths)
     slots = torch.zeros(2, 4, dtype=torch.int64)
     for _ in range(4):

@@ -28,6 +28,7 @@ from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step import sampling, scheduler
 from tests.patches.originals import original
+from tests.serving.batches import request_of
 
 ROWS = [*PATCHES, *WORKER_PATCHES, *BUILTIN_PATCHES, *REPLAY_PATCHES]
 OURS = ["--speculative-dflash-worker", "builtin"]
@@ -89,9 +90,7 @@ def test_free_slots_are_held_back_without_the_row() -> None:
 def test_requests_are_refused_without_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """These ask for hidden states under overlap, or for sampling masks without SGLang's kernel."""
     validate = original(row_of("validate_dflash_request").target)
-    request = SimpleNamespace(
-        return_hidden_states=True, sampling_params=SimpleNamespace(min_p=0.1, top_k=20)
-    )
+    request = request_of(return_hidden_states=True, min_p=0.1, top_k=20)
     assert "hidden" in validate(request, True)
     assert scheduler.serve_hidden_states(validate, request, True) is None
     validate = original(row_of("validate_spec_sampling_mask_request").target)
@@ -182,7 +181,7 @@ def test_no_request_is_for_scores_without_the_row(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sglang.srt.managers.schedule_batch.get_spec", lambda: spec)
     theirs = original(row_of("is_prefill_only").target).fget
     for tokens, ours in ((0, True), (1, False)):
-        request = SimpleNamespace(sampling_params=SimpleNamespace(max_new_tokens=tokens))
+        request = request_of(max_new_tokens=tokens)
         assert theirs(request) is False
         assert scheduler.asks_no_token(request) is ours
 
@@ -191,13 +190,10 @@ def test_a_session_counts_an_unwritten_token(monkeypatch: pytest.MonkeyPatch) ->
     """A turn of 4 prompt and 3 output tokens: 6 have been through the target, SGLang counts 7."""
     spec = SimpleNamespace(speculative_algorithm="DFLASH")
     monkeypatch.setattr(our_batch, "get_spec", lambda: spec)
-    kv = SimpleNamespace(kv_committed_len=7)
+    request = request_of(prompt=4, output=3, session=SimpleNamespace(session_id="s"))
+    kv = request.kv
+    kv.kv_committed_len = 7
     sessions = SimpleNamespace(slots={"s": SimpleNamespace(kv=kv)})
-    request = SimpleNamespace(
-        origin_input_ids=[1, 2, 3, 4],
-        output_ids=[5, 6, 7],
-        session=SimpleNamespace(session_id="s"),
-    )
     assert scheduler.without_last_token(True, sessions, request) is True
     assert kv.kv_committed_len == 6
     spec.speculative_algorithm = None

@@ -15,8 +15,8 @@ from sglang_dflash.drafting.attention.visibility import ever_visible
 from sglang_dflash.serving.kv_transfer import disaggregation
 from sglang_dflash.serving.step.batch import DraftInput
 from tests.patches.originals import original
+from tests.serving.batches import batch_of, request_of
 from tests.serving.in_process import COLUMNS, draft_kv, filled, prefill_of, worker_of
-from tests.serving.step.test_lookup import requests
 
 PAGE = 4
 
@@ -74,9 +74,8 @@ def test_both_sides_name_the_same_pages() -> None:
     queue = SimpleNamespace(
         draft_token_to_kv_pool=pages, token_to_kv_pool=SimpleNamespace(page_size=PAGE)
     )
-    request = SimpleNamespace(
-        disagg_kv_sender=SimpleNamespace(send=lambda *given, **more: sent.append((given, more)))
-    )
+    sender = SimpleNamespace(send=lambda *given, **more: sent.append((given, more)))
+    request = request_of(disagg_kv_sender=sender)
     disaggregation.send_visible(None, queue, request)
     there, here = np.arange(10, 20), np.arange(60, 70)
     # A part of the prompt, then the last one.
@@ -95,9 +94,7 @@ def transferred(prompt: list[int], first: int, seed: int) -> Any:
     """The decode server's batch of a request in row 1, as SGLang makes it."""
     batch = prefill_of([2], [len(prompt)])
     batch.enable_overlap = True
-    batch.reqs = requests([prompt])
-    batch.reqs[0].output_ids = [first]
-    batch.reqs[0].sampling_params = SimpleNamespace(sampling_seed=seed, n=1)
+    batch.reqs = [request_of(prompt=prompt, output=[first], sampling_seed=seed)]
     make = original("sglang.srt.speculative.dflash_disaggregation.build_dflash_disagg_draft_input")
     future_map = SimpleNamespace(publish=lambda *_: None, stash=lambda *_: None)
     batch.spec_info = make(batch, torch.tensor([first]), future_map)
@@ -126,8 +123,8 @@ def test_other_workers_are_left_to_sglang(theirs: Any) -> None:
     """Nothing of them is registered, sent, received or taken over by us."""
     assert registered(theirs).state_types == []
     queue, states = SimpleNamespace(draft_token_to_kv_pool=theirs), [[1, 2, 3]]
-    sender, batch = SimpleNamespace(send=None), SimpleNamespace(spec_info="theirs")
-    disaggregation.send_visible(None, queue, SimpleNamespace(disagg_kv_sender=sender))
+    sender, batch = SimpleNamespace(send=None), batch_of(spec_info="theirs")
+    disaggregation.send_visible(None, queue, request_of(disagg_kv_sender=sender))
     disaggregation.receive_visible(queue, None, None, PAGE, states)
     disaggregation.take_over(batch, SimpleNamespace(draft_worker=theirs))
     assert (sender.send, states, batch.spec_info) == (None, [[1, 2, 3]], "theirs")

@@ -12,6 +12,7 @@ from typing import Any
 import prometheus_client
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import Req
 
 import sglang_dflash
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps
@@ -28,6 +29,7 @@ from sglang_dflash.serving.step.scheduler import count_kept_tokens
 from tests import ROOT
 from tests.conftest import random_model, raw_config, with_own
 from tests.recording import OpRecorder
+from tests.serving.batches import batch_of, request_of
 from tests.serving.in_process import worker_of
 from tests.serving.metrics.test_step_times import Clock
 
@@ -38,43 +40,31 @@ LABELS = {"model_name": "m"}
 # -- which steps and tokens count, from what SGLang's scheduler does with a step's result
 
 
-class Request:
-    """The fields of SGLang's Req that the counts read."""
-
-    def __init__(self, output: int = 1, **params: Any) -> None:
-        self.rid, self.output_ids = str(output), list(range(output))
-        self.finished_len: int | None = None
-        self.spec_verify_ct = self.spec_num_correct_drafts = 0
-        self.custom_logit_processor: str | None = None
-        self.grammar = None
-        self.sampling_params = SimpleNamespace(**{"sampling_seed": None, "top_k": 20, **params})
-
-    @property
-    def output_ids_through_stop(self) -> list[int]:
-        return self.output_ids[: self.finished_len]
+def request(output: int = 1, **params: Any) -> Req:
+    return request_of(str(output), 5, output, **{"top_k": 20, **params})
 
 
 def takes(accepted: int, kept: int | None = None, appended: int | None = None) -> Any:
     """The scheduler's work on a live request: `accepted` drafts and the bonus token, of which a
     grammar leaves `appended`, and the end of the request `kept`."""
 
-    def process(request: Request) -> None:
+    def process(request: Req) -> None:
         request.spec_verify_ct += 1
         request.spec_num_correct_drafts += accepted
         before = len(request.output_ids)
-        request.output_ids += [7] * (accepted + 1 if appended is None else appended)
+        request.output_ids.extend([7] * (accepted + 1 if appended is None else appended))
         if kept is not None:
             request.finished_len = before + kept
 
     return process
 
 
-def skipped(request: Request) -> None:
+def skipped(request: Req) -> None:
     """A request that has finished, or was retracted."""
 
 
 def processed(
-    counts: Any, requests: list[Request], work: list[Callable[[Request], None]], width: int = 8
+    counts: Any, requests: list[Req], work: list[Callable[[Req], None]], width: int = 8
 ) -> None:
     def original(processor: Any, batch: Any, result: Any) -> None:
         for request, process in zip(batch.reqs, work, strict=True):
@@ -84,7 +74,7 @@ def processed(
     processor = SimpleNamespace(model_worker=SimpleNamespace(dflash=worker))
     given = SimpleNamespace(in_flight=width)
     result = SimpleNamespace(speculative_num_draft_tokens=width, next_draft_input=given)
-    count_kept_tokens(original, processor, SimpleNamespace(reqs=requests), result)
+    count_kept_tokens(original, processor, batch_of(*requests), result)
     assert given.in_flight == 0
 
 
@@ -101,7 +91,7 @@ def test_what_a_request_does_not_keep_is_not_counted() -> None:
         # The end is the bonus token.
         takes(2, kept=3),
     ]
-    processed(counts, [Request(i + 1) for i in range(5)], work)
+    processed(counts, [request(i + 1) for i in range(5)], work)
     assert counts.drafted == VerifySteps(4, 4 + 2 + 1 + 3)
     assert counts.acceptance_length == 2.5
     assert counts.accepted == [4, 3, 1, 0, 0, 0, 0]
@@ -110,7 +100,7 @@ def test_what_a_request_does_not_keep_is_not_counted() -> None:
 
 
 def test_steps_without_drafts_are_counted_separately() -> None:
-    counts, single, free = AcceptanceCounts(8), Request(), Request()
+    counts, single, free = AcceptanceCounts(8), request(), request()
     single.custom_logit_processor = "one"
     processed(counts, [single, free], [takes(0), takes(4)])
     processed(counts, [single, free], [takes(0), takes(0)], width=1)
@@ -119,8 +109,8 @@ def test_steps_without_drafts_are_counted_separately() -> None:
 
 def test_a_position_is_divided_by_the_steps_that_drafted_it() -> None:
     counts = AcceptanceCounts(8)
-    processed(counts, [Request()], [takes(1)], width=4)
-    processed(counts, [Request()], [takes(7)], width=8)
+    processed(counts, [request()], [takes(1)], width=4)
+    processed(counts, [request()], [takes(7)], width=8)
     assert counts.accepted == [2, 1, 1, 1, 1, 1, 1]
     assert counts.by_position() == [1.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
 

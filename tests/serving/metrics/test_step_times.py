@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.serving.metrics.step_times import StepTimes
+from tests.serving.batches import batch_of
 from tests.serving.in_process import decode_of, filled, prefill_of, worker_of
 
 LENGTHS = [9, 14]
@@ -86,8 +88,7 @@ def test_what_passes_while_something_else_runs_or_nothing_is_no_steps(
         worker.take_over(batch)
 
     def idle() -> None:
-        mode = SimpleNamespace(is_idle=lambda: True)
-        worker.forward_batch_generation(SimpleNamespace(forward_mode=mode))
+        worker.forward_batch_generation(batch_of(forward_mode=ForwardMode.IDLE))
 
     for interruption in (prefill, take_over, idle):
         step(worker)
