@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
 from sglang_dflash.checkpoint.origin import published_draft
+from sglang_dflash.checkpoint.published import FOLDER, shipped
 from sglang_dflash.common.errors import ConfigError
 
 DRAFT = "z-lab/Qwen3.8-27B-DFlash2"
@@ -72,3 +74,12 @@ def test_a_card_that_says_nothing_decides_nothing(card: str, tmp_path: Path) -> 
     (tmp_path / "README.md").write_text(card)
     with pytest.raises(ConfigError, match="no draft is known"):
         published_draft(str(tmp_path))
+
+
+def test_a_draft_without_a_whole_config_is_never_chosen() -> None:
+    others = json.loads((FOLDER / "collection.json").read_text())["others"]
+    assert others and not others.keys() & shipped("draft").keys()
+    for facts in others.values():
+        with contextlib.suppress(ConfigError):
+            chosen = published_draft(facts["target"])
+            assert chosen.startswith("z-lab/") and chosen in shipped("draft")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang_dflash.drafting.draft_counters import DraftCounts
 from sglang_dflash.drafting.drafter import Proposer
@@ -22,107 +22,133 @@ from sglang_dflash.serving.kv_transfer.disaggregation import DraftKVPages
 from sglang_dflash.serving.kv_transfer.host_tier import HostTier
 from sglang_dflash.serving.metrics import server
 from sglang_dflash.serving.metrics.counts import AcceptanceCounts, DraftWatch, RequestStep
+from sglang_dflash.serving.metrics.series import Figure, Series, show_info
 from sglang_dflash.serving.metrics.step_times import StepTimes
 
-INFO_HELP = (
-    "Always 1. Which DFLASH worker serves (sglang-dflash or builtin, SGLang's own), its block size "
-    "and draft window, and the version of sglang-dflash."
+# Meanings of several rows.
+_BLOCKS = "tokens per block, served and trained"
+_REACH = "committed tokens that the draft reads: the last ones, and the first of a request"
+_CONTEXTS = "tokens of a request that the server takes, and that the draft was made for"
+_OPERATIONS = "the draft attention backend, and the class with the drafter's other operations"
+_HEAD = "what a proposal reads on a rank beyond that of a v1 draft, once and for each request"
+_ROLLBACK = (
+    "how recurrent layers follow an accepted prefix, and the memory that verification needs for it"
 )
-
-
-class Figure(NamedTuple):
-    """A row.
-
-    Attributes:
-        key: in /server_info; "" if it is in /metrics only.
-        source: the value: a number, numbers by position from 1 on, or numbers by width or phase.
-        series: its name in /metrics behind `sglang_dflash_`; "" if it is in /server_info only.
-        help: of the series.
-        label: what tells several numbers apart.
-        goes_down: whether the series is a gauge.
-    """
-
-    key: str
-    source: Callable[[Figures], Any]
-    series: str = ""
-    help: str = ""
-    label: str = ""
-    goes_down: bool = False
-
+_SOURCES = (
+    "steps of a request, and accepted drafts, by where the drafts came from, `draft` or `lookup` "
+    "([lookup](lookup.md#what-it-shows))"
+)
+_TIMES = "[where time goes](#where-time-goes), on average since the start"
 
 # Known when the server starts.
-SET_UP = (
-    Figure("worker", lambda s: s.worker),
-    Figure("version", lambda s: version("sglang-dflash")),
-    Figure("tensor_parallel", lambda s: s.tp.size),
-    Figure("block_size", lambda s: s.options.verify_block),
-    Figure("trained_block_size", lambda s: s.model.config.block_size),
-    Figure("draft_head_bytes", lambda s: s.head_bytes.once),
-    Figure("draft_head_bytes_per_request", lambda s: s.head_bytes.per_request),
-    Figure("window", lambda s: s.options.reach.tokens),
-    Figure("sinks", lambda s: s.options.reach.sinks),
-    Figure("draft_kv_entries", lambda s: s.draft_kv_entries),
-    Figure("draft_kv_groups", lambda s: [shown_group(group) for group in s.drafter.groups]),
-    Figure("recurrent_rollback", lambda s: s.rollback and s.rollback.name),
-    Figure("recurrent_scratch_bytes", lambda s: s.rollback and s.rollback.scratch_bytes),
-    Figure("draft_kv_bytes", lambda s: sum(cache.kv.nbytes for cache in s.caches)),
-    Figure("draft_memory_bytes", lambda s: s.memory),
-    Figure("draft_kv_dtype", lambda s: str(s.caches[0].kv.dtype).removeprefix("torch.")),
-    Figure("lookup_bytes", lambda s: s.lookup and s.lookup.texts.nbytes),
-    Figure("draft_attention", lambda s: s.attention),
-    Figure("draft_kind", lambda s: s.model.config.head.description),
-    Figure("draft_ops", lambda s: type(s.model.ops).__name__),
-    Figure("simulated_acceptance", lambda s: s.simulated),
-    Figure("context_length", lambda s: s.context_length),
-    Figure("draft_max_position_embeddings", lambda s: s.model.config.max_position_embeddings),
-)
+SET_UP: tuple[Figure[Figures], ...] = (
+    Figure("worker", lambda s: s.worker,
+           "the worker's class. SGLang's built-in worker has no key `dflash`; instead, "
+           "`dflash_builtin_reason` in the same entry tells why it serves"),
+    Figure("version", lambda s: version("sglang-dflash"), "the version of sglang-dflash"),
+    Figure("tensor_parallel", lambda s: s.tp.size,
+           "ranks over which drafter and target are sharded; bytes below are one rank's"),
+    Figure("block_size", lambda s: s.options.verify_block, _BLOCKS),
+    Figure("trained_block_size", lambda s: s.model.config.block_size, _BLOCKS),
+    Figure("window", lambda s: s.options.reach.tokens, _REACH),
+    Figure("sinks", lambda s: s.options.reach.sinks, _REACH),
+    Figure("context_length", lambda s: s.context_length, _CONTEXTS),
+    Figure("draft_max_position_embeddings", lambda s: s.model.config.max_position_embeddings,
+           _CONTEXTS),
+    Figure("draft_kind", lambda s: s.model.config.head.description,
+           "DFlash, or DFlash2 with its selector and convolution"),
+    Figure("draft_attention", lambda s: s.attention, _OPERATIONS),
+    Figure("draft_ops", lambda s: type(s.model.ops).__name__, _OPERATIONS),
+    Figure("draft_kv_groups", lambda s: [shown_group(group) for group in s.drafter.groups],
+           "the draft KV caches, one for each group of layers with the same reach: `layers` from "
+           "0, their `window` and `sinks`, `entries`, and `is_ring`; if false there is one per "
+           "target slot"),
+    Figure("draft_kv_entries", lambda s: s.draft_kv_entries,
+           "entries of the smallest draft KV cache"),
+    Figure("draft_kv_bytes", lambda s: sum(cache.kv.nbytes for cache in s.caches),
+           "of all draft KV caches"),
+    Figure("draft_kv_dtype", lambda s: str(s.caches[0].kv.dtype).removeprefix("torch."),
+           "of draft K/V"),
+    Figure("draft_memory_bytes", lambda s: s.memory,
+           "what the drafter takes beside weights and draft K/V, at most, reserved before the KV "
+           "pools are sized ([memory](gpu.md#memory))"),
+    Figure("draft_head_bytes", lambda s: s.head_bytes.once, _HEAD),
+    Figure("draft_head_bytes_per_request", lambda s: s.head_bytes.per_request, _HEAD),
+    Figure("recurrent_rollback", lambda s: s.rollback and s.rollback.name, _ROLLBACK),
+    Figure("recurrent_scratch_bytes", lambda s: s.rollback and s.rollback.scratch_bytes, _ROLLBACK),
+    Figure("lookup_bytes", lambda s: s.lookup and s.lookup.texts.nbytes,
+           "the table of the requests' texts, with [lookup](lookup.md#what-it-shows)"),
+    Figure("simulated_acceptance", lambda s: s.simulated,
+           "tokens per step that `SGLANG_SIMULATE_ACC_LEN` sets; outputs then have no meaning"),
+)  # fmt: skip
 # What steps change, and what the log has on lines of its own.
-COUNTS = (
-    Figure("warnings", lambda s: [warning._asdict() for warning in s.warnings]),
-    Figure("draft_kv_live_share", lambda s: round(min(c.live_share() for c in s.caches), 4)),
+COUNTS: tuple[Figure[Figures], ...] = (
+    Figure("acceptance_length", lambda s: s.counts.acceptance_length,
+           "tokens kept per verify step, rounded to four digits; roughly an upper bound of the "
+           "speedup"),
+    Figure("acceptance_by_position", lambda s: s.counts.by_position(),
+           "share of the steps with that draft in which the first, second, ... was accepted and "
+           "kept"),
     Figure("verify_steps", lambda s: s.counts.drafted.steps,
-           "verify_steps", "Verify steps, one per live request and forward."),
+           "verify steps, one per live request and forward", "verify_steps"),
     Figure("committed_tokens", lambda s: s.counts.drafted.tokens,
-           "committed_tokens", "Tokens kept from verify steps, bonus tokens included. Divided by "
-           "verify_steps, the acceptance length. sglang:spec_accept_length is larger: it is of the "
-           "time since SGLang's last log line, and counts tokens that no request keeps."),
-    Figure("acceptance_length", lambda s: s.counts.acceptance_length),
-    Figure("accepted_drafts", lambda s: s.counts.accepted, "accepted_drafts",
-           "Verify steps in which the drafted token at this position was accepted and kept.",
-           label="position"),
-    Figure("acceptance_by_position", lambda s: s.counts.by_position()),
+           "tokens kept from verify steps, bonus tokens included; divided by `verify_steps`, the "
+           "acceptance length. `sglang:spec_accept_length` is larger: it is of the time since "
+           "SGLang's last log line, and counts tokens that no request keeps", "committed_tokens"),
+    Figure("accepted_drafts", lambda s: s.counts.accepted,
+           "verify steps that accepted, and kept, the first, second, ... draft",
+           "accepted_drafts", label="position"),
     Figure("undrafted_steps", lambda s: s.counts.undrafted.steps,
-           "undrafted_steps", "Decode steps of live requests without drafts."),
+           "steps of live requests without drafts (custom logit processors, grammars that cannot "
+           "look ahead, steps of width 1)", "undrafted_steps"),
     Figure("undrafted_tokens", lambda s: s.counts.undrafted.tokens,
-           "undrafted_tokens", "Tokens kept from undrafted steps."),
-    Figure("steps_by_source", lambda s: s.lookup and s.draft_counts.steps_by_source),
-    Figure("accepted_drafts_by_source", lambda s: s.lookup and s.draft_counts.accepted_by_source),
-    Figure("acceptance_alarm", lambda s: s.watch.alarm.raised, "acceptance_alarm",
-           "1 while the acceptance length stays near 1, else 0.", goes_down=True),
-    Figure("recent_acceptance_length", lambda s: s.watch.recent_acceptance_length),
-    Figure("nonfinite_outputs", lambda s: s.draft_counts.nonfinite,
-           "nonfinite_outputs", "Outputs of the draft that held NaN or Inf."),
-    Figure("draft_kv_received_bytes", lambda s: s.pages.received_bytes, "draft_kv_received_bytes",
-           "Draft K/V asked of prefill servers: the pages that drafts can see."),
-    Figure("loaded_back_tokens", lambda s: s.host_tier.loaded if s.host_tier else 0,
-           "loaded_back_tokens", "Tokens whose K/V the hierarchical cache loaded from the host."),
-    Figure("loaded_back_draft_kv", lambda s: s.host_tier.loaded_draft if s.host_tier else 0,
-           "loaded_back_draft_kv", "Of these, tokens whose draft K/V came back too: all, or the "
-           "last ones if every draft layer slides."),
-    Figure("draft_context_share", lambda s: s.context_share),
-    Figure("", lambda s: s.draft_counts.context_sought, "draft_context_sought",
-           "Context tokens that drafts were to see, per step, request and ring."),
-    Figure("", lambda s: s.draft_counts.context_found, "draft_context_found",
-           "Those of them whose draft K/V was live. Divided by draft_context_sought, a low share "
-           "means that the draft KV cache is too small."),
+           "tokens kept from steps without drafts", "undrafted_tokens"),
     Figure("width_steps", lambda s: {str(w): steps for w, steps in s.width_steps.items()},
-           "steps", "Decode steps of a batch, by verify width.", label="width"),
-    Figure("decode_steps", lambda s: sum(s.width_steps.values())),
-    Figure("step_milliseconds", lambda s: s.times.step_milliseconds),
-    Figure("step_shares", lambda s: s.times.shares()),
+           "decode steps of a batch, by [verify width](width.md#what-it-shows)",
+           "steps", label="width"),
+    Figure("steps_by_source", lambda s: s.lookup and s.draft_counts.steps_by_source, _SOURCES),
+    Figure("accepted_drafts_by_source",
+           lambda s: s.lookup and s.draft_counts.accepted_by_source, _SOURCES),
+    Figure("acceptance_alarm", lambda s: s.watch.alarm.raised,
+           "whether the acceptance length stays near 1, so that drafts are of no use "
+           "([alarm](doctor.md#alarm))", "acceptance_alarm", goes_down=True),
+    Figure("recent_acceptance_length", lambda s: s.watch.recent_acceptance_length,
+           "acceptance length of the last 512 verify steps that were judged, null before"),
+    Figure("warnings", lambda s: [warning._asdict() for warning in s.warnings],
+           "what the server warned of when it started: name, problem, advice"),
+    Figure("nonfinite_outputs", lambda s: s.draft_counts.nonfinite,
+           "outputs of the draft that were NaN or Inf: the logits of a drafted token, or the K/V "
+           "of a committed one. They are replaced, and the token is not accepted",
+           "nonfinite_outputs"),
+    Figure("decode_steps", lambda s: sum(s.width_steps.values()), "forwards of a batch"),
+    Figure("step_milliseconds", lambda s: s.times.step_milliseconds, _TIMES),
+    Figure("step_shares", lambda s: s.times.shares(), _TIMES),
     Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.times.seconds.items()},
-           "host_seconds", "Host time of decode steps, by phase; on an accelerator, the time to "
-           "launch it.", label="phase"),
+           "host time in choosing the width, propose, verify, commit, and in learning from "
+           "outcomes for the next width; on an accelerator, the time to launch them",
+           "host_seconds", label="phase"),
+    Figure("draft_kv_live_share", lambda s: round(min(c.live_share() for c in s.caches), 4),
+           "share of the entries that a reader would find, of the cache with the smallest"),
+    Figure("draft_context_share", lambda s: s.context_share,
+           "share of the context that drafts were to see and found in rings, since the start; null "
+           "without one. Low: the cache is too small"),
+    Figure("", lambda s: s.draft_counts.context_sought,
+           "context tokens that drafts were to see in rings, per step, request and ring",
+           "draft_context_sought"),
+    Figure("", lambda s: s.draft_counts.context_found,
+           "context tokens that drafts were to see in rings and whose draft K/V was live; divided "
+           "by `draft_context_sought`, a low share means that the draft KV cache is too small",
+           "draft_context_found"),
+    Figure("draft_kv_received_bytes", lambda s: s.pages.received_bytes,
+           "of a decode server: draft K/V of prompts that it has asked "
+           "[prefill servers](scaling.md#prefilldecode-disaggregation) for: the pages that drafts "
+           "can see", "draft_kv_received_bytes"),
+    Figure("loaded_back_tokens", lambda s: s.host_tier.loaded if s.host_tier else 0,
+           "with a [hierarchical cache](scaling.md#hierarchical-cache): tokens whose K/V came back "
+           "from host memory", "loaded_back_tokens"),
+    Figure("loaded_back_draft_kv", lambda s: s.host_tier.loaded_draft if s.host_tier else 0,
+           "those of `loaded_back_tokens` whose draft K/V came back, too. If all draft layers "
+           "slide or have a window, only what they can see does", "loaded_back_draft_kv"),
 )  # fmt: skip
 
 
@@ -135,50 +161,6 @@ def shown_group(group: KVGroup) -> dict[str, Any]:
         "entries": group.cache.num_entries,
         "is_ring": isinstance(group.cache, RingKVCache),
     }
-
-
-class Series:
-    """The table's series of this process, with the labels of SGLang's own."""
-
-    def __init__(self, sources: Figures, labels: Mapping[str, Any]) -> None:
-        # Imported late: SGLang first sets the directory in which its processes share metrics.
-        from prometheus_client import Counter, Gauge
-
-        self._sources, self._labels = sources, labels
-        self._metrics: list[tuple[Figure, Any]] = []
-        self._shown: dict[tuple[str, int | str], float] = {}
-        for row in COUNTS:
-            if row.series:
-                names = [*labels, row.label] if row.label else [*labels]
-                options = {"multiprocess_mode": "mostrecent"} if row.goes_down else {}
-                metric_class: Any = Gauge if row.goes_down else Counter
-                metric = metric_class(f"sglang_dflash_{row.series}", row.help, names, **options)
-                self._metrics.append((row, metric))
-        self.update(first=True)
-
-    def update(self, first: bool = False) -> None:
-        """Show the values of now. A change is a write to a file.
-
-        Args:
-            first: show zeros too.
-        """
-        for row, metric in self._metrics:
-            for at, value in _numbered(row.source(self._sources)):
-                change = value - self._shown.get((row.series, at), 0)
-                if not change and not first:
-                    continue
-                self._shown[row.series, at] = value
-                series = metric.labels(**self._labels, **({row.label: at} if row.label else {}))
-                if row.goes_down:
-                    series.set(value)
-                else:
-                    series.inc(change)
-
-
-def _numbered(value: Any) -> Iterable[tuple[int | str, float]]:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    return enumerate(value, 1) if isinstance(value, Sequence) else [(0, value)]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -229,7 +211,7 @@ class Figures:
         self.watch = DraftWatch(
             counters, self.draft_kv_entries, self.warnings, speaks, self.not_paying
         )
-        self._series = None if self.labels is None else Series(self, self.labels)
+        self._series = None if self.labels is None else Series(COUNTS, self, self.labels)
         show_info(self.labels, server.labels(self.describe()))
 
     @property
@@ -289,22 +271,6 @@ class Figures:
         counts = {row.key: row.source(self) for row in COUNTS if row.key}
         policy, drafter = self.policy.report(), self.drafter.report()
         return {**self.describe(), **counts, **policy, **drafter}
-
-
-def show_info(of_process: Mapping[str, Any] | None, of_server: Mapping[str, str]) -> None:
-    """A series that tells by its labels what serves.
-
-    Args:
-        of_process: labels of all series of this process; None for no series.
-        of_server: see `serving.metrics.server.labels`.
-    """
-    if of_process is None:
-        return
-    from prometheus_client import Gauge  # Late, as in `Series`.
-
-    shown = {**of_process, **of_server}
-    info = Gauge("sglang_dflash_info", INFO_HELP, list(shown), multiprocess_mode="mostrecent")
-    info.labels(**shown).set(1)
 
 
 def add_report(_result: None, controller: Any, state: dict[str, Any]) -> None:

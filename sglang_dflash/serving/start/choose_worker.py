@@ -30,7 +30,7 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.patches.patch import install_late, verify
 from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, check_kv_dtype, kv_dtype
-from sglang_dflash.serving.metrics.figures import show_info
+from sglang_dflash.serving.metrics.series import show_info
 from sglang_dflash.serving.metrics.server import BUILTIN, labels
 from sglang_dflash.serving.patches import BUILTIN_PATCHES, PATCHES
 from sglang_dflash.serving.start import flags

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
 
 from sglang_dflash.checkpoint.hub import check_path
-from sglang_dflash.common.command_line import end_in_one_line, setting
+from sglang_dflash.common.command_line import end_in_one_line
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.common.log import Log
+from sglang_dflash.common.markdown import plain
 from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options, ResolvedOptions
 from sglang_dflash.drafting.width import AdaptiveWidth, WidthPolicy
 from sglang_dflash.patches.patch import is_loaded
@@ -45,61 +46,78 @@ GUARDS, FLAGS = "dflash_repairs", "dflash"
 ALGORITHM_FLAG = "--speculative-algorithm"
 
 
+def _flag(default: str | None, meaning: str, *, otherwise: str = "", **of_argparse: Any) -> Any:
+    """A field whose text stands once: in --help, and in docs/flags.md (`launch/docs_tables.py`).
+
+    Args:
+        meaning: in Markdown.
+        otherwise: what is taken if the default is None, in Markdown.
+    """
+    shown = plain(otherwise) if default is None else default
+    text = f"{plain(meaning)}. Default: {shown}." if shown else f"{plain(meaning)}."
+    docs = {"meaning": meaning, "otherwise": otherwise}
+    return field(
+        default=default, metadata={"docs": docs, "argparse": {"help": text, **of_argparse}}
+    )
+
+
 @dataclass(frozen=True)
 class ServerFlags:
     """Our flags as they were given. `--speculative-dflash-` stands before each name."""
 
-    worker: str = setting(
+    worker: str = _flag(
         "auto",
-        "Which DFLASH worker serves: 'auto' takes that of sglang-dflash if it can serve the pair, "
-        "'builtin' takes SGLang's own.",
+        "`auto` takes the worker of sglang-dflash if it can serve the pair ([limits](limits.md)), "
+        "`builtin` takes SGLang's own",
         choices=("auto", "builtin"),
     )
-    draft_kv_tokens: int | None = setting(
+    draft_kv_tokens: int | None = _flag(
         None,
-        "Entries of the draft KV cache under a draft window. Default: what one request more than "
-        "run at a time can see.",
+        "entries of each [ring](how-it-works.md#draft-kv-is-a-cache): the draft KV cache of layers "
+        "that slide or have a window",
+        otherwise="what one request more than run at a time can see",
         type=int,
     )
-    recurrent_rollback: str = setting(
+    recurrent_rollback: str = _flag(
         Options.recurrent_rollback,
-        "How recurrent layers of the target follow an accepted prefix: 'snapshot' keeps the state "
-        "after every drafted token, 'replay' keeps their inputs and folds the accepted ones in. "
-        "Default: auto, replay for Gated DeltaNet layers.",
+        "how recurrent layers of the target follow an accepted prefix: `snapshot` keeps the state "
+        "after every drafted token, `replay` keeps their inputs and folds the accepted ones in; "
+        "`auto` is replay for Gated DeltaNet layers and SGLang's snapshots for others",
         choices=RECURRENT_ROLLBACKS,
     )
-    draft_graphs: str = setting(
+    draft_graphs: str = _flag(
         "auto",
-        "'auto' captures the drafter's steps in CUDA graphs if the target's are captured, 'off' "
-        "does not. Default: auto.",
+        "`auto` captures the drafter's steps in CUDA graphs if the target's are captured, at the "
+        "same batch sizes; `off` does not ([GPU](gpu.md))",
         choices=("auto", "off"),
     )
-    self_check: str = setting(
-        "on",
-        "Whether kernels and graphs of the drafter are compared with torch at start-up: a few "
-        "milliseconds, and a server that does not start if one is wrong. Default: on.",
-        choices=("on", "off"),
-    )
-    width: str = setting(
+    width: str = _flag(
         "auto",
-        "How many tokens of a block the target verifies: 'fixed' is all of them in every step, "
-        "'adaptive' is as many as pay off, down to 1, plain decoding. 'auto' is adaptive on a CPU "
-        "and fixed elsewhere. Default: auto.",
+        "how many tokens of a block the target verifies. `fixed`: all of them in every step. "
+        "`adaptive`: in every step as many as pay off, down to 1, plain decoding; on CPUs and "
+        "CUDA. `auto`: adaptive on a CPU, fixed elsewhere ([width](width.md)). `adaptive` is "
+        "refused with `--enable-deterministic-inference`; on a GPU also with `--enable-lora`, and "
+        "with FlashInfer for recurrent layers",
         choices=("auto", "adaptive", "fixed"),
     )
-    lookup: str = setting(
+    lookup: str = _flag(
         "auto",
-        "Whether drafts are also looked up in the request's own text, for answers that repeat "
-        "parts of it, such as edits and quotes; they are verified where they were right more often "
-        "than the draft's. With more --speculative-num-draft-tokens than the draft was trained "
-        "with, lookup fills the rest of a block. 'auto' is on on a CPU and off elsewhere. Default: "
-        "auto.",
+        "`on`: drafts are also looked up in the request's own text, for answers that repeat parts "
+        "of it, such as edits and quotes, and verified where they were right more often than the "
+        "draft's ([lookup](lookup.md)). With more `--speculative-num-draft-tokens` than the draft "
+        "was trained with, they fill the rest of a block. `auto`: on a CPU only",
         choices=("auto", "on", "off"),
     )
-    extension: str | None = setting(
+    self_check: str = _flag(
+        "on",
+        "at start-up, compares kernels and graphs of the drafter with torch, which takes a few "
+        "milliseconds; if one differs, the server does not start",
+        choices=("on", "off"),
+    )
+    extension: str | None = _flag(
         None,
-        "For experiments: a function that supplies another drafter or watches every step "
-        "(sglang_dflash.serving.step.extension).",
+        "for experiments: `MODULE:FUNCTION` that supplies another drafter or width policy, or "
+        "watches every step (`sglang_dflash/serving/step/extension.py`)",
         metavar="MODULE:FUNCTION",
     )
 
@@ -154,7 +172,8 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
 def _add_ours(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sglang-dflash")
     for row in fields(ServerFlags):
-        group.add_argument(_typed(PREFIX + row.name), default=argparse.SUPPRESS, **row.metadata)
+        keywords = row.metadata["argparse"]
+        group.add_argument(_typed(PREFIX + row.name), default=argparse.SUPPRESS, **keywords)
 
 
 def print_help() -> None:
@@ -228,7 +247,8 @@ def server_args_from_kwargs(**kwargs: Any) -> Any:
 def _attach(server_args: Any, given: dict[str, Any]) -> Any:
     for row in fields(ServerFlags):
         # The command line's parser has checked them; keyword arguments pass none.
-        choices, value = row.metadata.get("choices"), given.get(PREFIX + row.name, row.default)
+        choices = row.metadata["argparse"].get("choices")
+        value = given.get(PREFIX + row.name, row.default)
         if choices is not None and value not in choices:
             flag = _typed(PREFIX + row.name)
             raise ConfigError(flag, value, f"choose one of {', '.join(choices)}")

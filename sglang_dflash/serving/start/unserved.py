@@ -1,8 +1,9 @@
 """The settings of a server with which SGLang's own DFLASH worker serves in place of ours, and those
 that have no effect on ours.
 
-Two tables: the choice of the worker, log lines, /server_info, `doctor`, `inspect` and
-docs/limits.md read them. Settings are by SGLang's field names. No SGLang here.
+Two tables: the choice of the worker, log lines, /server_info, `doctor` and `inspect` read them, and
+`launch/docs_tables.py` writes them into docs/limits.md. Settings are by SGLang's field names. No
+SGLang here.
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ class Unserved(NamedTuple):
         is_given: called with the settings, and --speculative-draft-attention-backend as it was
             given: SGLang resolves one that was not to the target's.
         why: why our worker cannot serve it.
-        instead: what to do to have ours.
+        instead: what to do to have ours, in Markdown.
+        in_docs: the setting in Markdown, for readers who have not given a value; `setting` with its
+            flags marked if it is empty.
+        note: what the docs add to `why`.
     """
 
     setting: str
     is_given: Callable[[Any, str | None], bool]
     why: str
     instead: str
+    in_docs: str = ""
+    note: str = ""
 
     @property
     def flags(self) -> list[str]:
@@ -69,11 +75,13 @@ UNSERVED = (
         "data-parallel attention (--enable-dp-attention)", _above_1("attn_dp_size"),
         "ranks without requests would have to take part in every draft",
         "`--dp-size` without it: replicas, each with a drafter of its own",
+        note="SGLang refuses it on a CPU",
     ),
     Unserved(
         "--device {device}", lambda s, _: s.device not in (None, "cpu", "cuda"),
         "our drafter has not been tried there",
         "a CPU, or a CUDA or ROCm GPU",
+        in_docs="`--device` of another kind (NPU, XPU)",
     ),
     Unserved(
         "--attn-cp-size above 1", _above_1("attn_cp_size"),
@@ -84,12 +92,14 @@ UNSERVED = (
         "--pp-size above 1", _above_1("pp_size"),
         "the hidden states that a draft needs are spread over stages",
         "`--tp-size`",
+        note="SGLang refuses it, with its own worker, too",
     ),
     Unserved(
         "--disaggregation-mode decode with --enable-hierarchical-cache",
         lambda s, _: s.disaggregation_mode == "decode" and bool(s.enable_hierarchical_cache),
         "SGLang then restores prefixes in ways of its own",
         "on the prefill server only",
+        in_docs="`--disaggregation-mode decode` with `--enable-hierarchical-cache`",
     ),
     Unserved(
         "--disaggregation-transfer-backend other than mooncake and nixl",
@@ -97,6 +107,8 @@ UNSERVED = (
         and s.disaggregation_transfer_backend not in (None, "mooncake", "nixl"),
         "they send fewer kinds of state",
         "`mooncake`",
+        in_docs="`--disaggregation-transfer-backend` other than `mooncake` and `nixl` (`nixl` by "
+        "reading only)",
     ),
     Unserved(
         "--disaggregation-enable-kv-checksum",
@@ -138,6 +150,7 @@ UNSERVED = (
         and s.hicache_host_memory_mode == "buffer_only",
         "host memory then holds no prefixes for us to follow",
         "`cache`, the default",
+        in_docs="`--hicache-host-memory-mode buffer_only`",
     ),
     Unserved(
         "--enable-memory-saver", _has("enable_memory_saver"),
@@ -163,12 +176,16 @@ UNSERVED = (
         "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype", _has_4bit_draft_kv,
         "draft K/V would take the dtype over, which packs two numbers into a byte",
         "`--speculative-draft-kv-cache-dtype bf16`, or a draft on FA4",
+        in_docs="`--kv-cache-dtype nvfp4` or `fp4_mx_block16`, without "
+        "`--speculative-draft-kv-cache-dtype`",
     ),
     Unserved(
         "--speculative-draft-attention-backend {speculative_draft_attention_backend}",
         lambda _, attention: attention in _THEIR_ATTENTION,
         "ours has no counterpart",
         "leave the flag out",
+        in_docs="`--speculative-draft-attention-backend` with another backend of SGLang's "
+        f"({', '.join(f'`{name}`' for name in _THEIR_ATTENTION)})",
     ),
 )  # fmt: skip
 
@@ -194,11 +211,15 @@ class Ignored(NamedTuple):
         flags: their names; one that ends in a hyphen stands for all that begin so.
         why: why they have no effect.
         followed: values that do have one.
+        in_docs: what the docs add to the flags, in Markdown.
+        note: what the docs add to `why`.
     """
 
     flags: tuple[str, ...]
     why: str
     followed: tuple[str, ...] = ()
+    in_docs: str = ""
+    note: str = ""
 
     def has(self, flag: str) -> bool:
         beginnings = tuple(name for name in self.flags if name.endswith("-"))
@@ -210,6 +231,9 @@ IGNORED = (
         ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
         "a draft is accepted only if it is the target's own token, so that sampled answers have "
         "plain decoding's distribution",
+        in_docs="below 1, and both in `/set_internal_state`",
+        note="SGLang's worker accepts more with them, on CUDA, and its sampled answers have "
+        "another distribution",
     ),
     Ignored(
         ("--speculative-use-rejection-sampling",),

@@ -1,43 +1,17 @@
-"""docs/limits.md tells of every setting with which SGLang's own worker serves, and of every flag
-that our worker does not read."""
+"""The table of settings with which SGLang's own worker serves names every flag of SGLang's that our
+worker does not follow."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import get_type_hints
 
-import pytest
 from sglang.srt.arg_groups import choices
 from sglang.srt.arg_groups.fields.spec import Spec
 
 from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention
-from sglang_dflash.serving.start.unserved import (
-    IGNORED,
-    UNSERVED,
-    Ignored,
-    Unserved,
-    builtin_reason,
-)
-from tests import ROOT
+from sglang_dflash.serving.start.unserved import IGNORED, UNSERVED, builtin_reason
 from tests.serving.start.test_start_up import NOT_OURS
-
-LIMITS = (ROOT / "docs/limits.md").read_text().splitlines()
-
-
-@pytest.mark.parametrize("row", UNSERVED, ids=lambda row: row.setting)
-def test_the_docs_have_the_row(row: Unserved) -> None:
-    flags = [f"`{flag}" for flag in row.flags]
-    assert flags
-    assert any(
-        all(text in line for text in (*flags, "built-in", row.why, row.instead)) for line in LIMITS
-    )
-
-
-@pytest.mark.parametrize("row", IGNORED, ids=lambda row: row.flags[0])
-def test_the_docs_tell_what_has_no_effect(row: Ignored) -> None:
-    told = [*(f"`{flag}" for flag in (*row.flags, *row.followed)), "| no effect", row.why]
-    assert any(all(text in line for text in told) for line in LIMITS)
-
 
 # That our worker follows, or the target does, beside another draft, too; and three of which SGLang
 # itself says that they have no effect with DFLASH.
