@@ -57,6 +57,10 @@ class DraftMemory(NamedTuple):
             return self.waiting_hidden + self.logits + self.activations
         return self.waiting_hidden + (self.activations if self.waiting_hidden else 0)
 
+    def as_report(self) -> dict[str, int]:
+        """Return all parts and their sum, as /server_info and `inspect` show them."""
+        return {**self._asdict(), "total": self.total}
+
     def __str__(self) -> str:
         parts = {name: n for name, n in self._asdict().items() if n}
         shown = ", ".join(f"{name.replace('_', ' ')} {_mib(n)}" for name, n in parts.items())

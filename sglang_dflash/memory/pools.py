@@ -119,12 +119,18 @@ class StatePool(NamedTuple):
     Attributes:
         slots: states, of running requests and of cached prefixes.
         requests: that can run at a time with so many states.
-        total_bytes: of the states, and of the tensors that verification keeps.
+        state_bytes: of the states.
+        scratch_bytes: of the tensors that verification keeps: the inputs of replay, or snapshots.
     """
 
     slots: int
     requests: int
-    total_bytes: int
+    state_bytes: int
+    scratch_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.state_bytes + self.scratch_bytes
 
 
 def state_pool(slots: int, requests: int, state: int, replay: int, snapshot: int) -> StatePool:
@@ -138,7 +144,7 @@ def state_pool(slots: int, requests: int, state: int, replay: int, snapshot: int
     """
     running = running_requests(requests, slots)
     kept = (requests + 1) * replay + (running + 1) * snapshot
-    return StatePool(slots, running, kept + (slots + 1) * state)
+    return StatePool(slots, running, (slots + 1) * state, kept)
 
 
 def at_a_time(tokens: int, running: int, context: int, reserved: int) -> int:

@@ -183,7 +183,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             worker=f"{DFlashWorker.__module__}.{DFlashWorker.__qualname__}",
             tp=plan.tp,
             attention=plan.attention,
-            memory={**self._memory._asdict(), "total": self._memory.total},
+            memory=self._memory.as_report(),
             context_length=runner.model_config.context_len,
             simulated=sampling.simulated_acceptance_length(),
             model=plan.model,

@@ -12,6 +12,7 @@ from sglang_dflash.drafting.attention.capabilities import CAPABILITIES, choose_a
 from sglang_dflash.drafting.options import PLAIN_STEPS, ResolvedOptions
 from sglang_dflash.memory import sizes
 from sglang_dflash.memory.draft_memory import (
+    DraftMemory,
     DraftServer,
     NarrowForwards,
     default_captures,
@@ -50,17 +51,18 @@ def memory_of(
     groups = draft_groups(draft, decision, options, serving, requests)
     of_groups = [kv for _, kv in groups]
     recurrent = _recurrent(part, decision.worker, options.verify_block)
-    steps = _step_bytes(decision, part, options, serving, of_groups)
+    needed = _draft_memory(decision, part, options, serving, of_groups)
+    steps = 0 if needed is None else needed.total
     of_target, of_draft = (
         None if size is None else -(-size // ranks)
         for size in (_target_weights(target, decision.geometry, serving), draft.weight_bytes)
     )
     if config is not None:
         of_draft = sizes.draft_weight_bytes(sizes.draft_of_rank(config, ranks))
-    memory = _kv_memory(serving, of_target, of_draft, steps or 0)
+    memory = _kv_memory(serving, of_target, of_draft, steps)
     alone = _kv_memory(serving, of_target, 0, 0)
     pool, snapshots, plain = _pools(
-        serving, memory, steps or 0, alone, recurrent, of_groups, target_kv, options
+        serving, memory, steps, alone, recurrent, of_groups, target_kv, options
     )
     if pool is not None and plain is not None:
         memory, alone = memory - pool.total_bytes, alone - plain.total_bytes
@@ -72,7 +74,8 @@ def memory_of(
         "kv_memory_bytes": memory,
         "target_weight_bytes": of_target,
         "draft_weight_bytes": of_draft,
-        "draft_step_bytes": steps,
+        "draft_step_bytes": needed and steps,
+        "draft_memory_bytes": needed and needed.as_report(),
         **recurrent,
         "recurrent_slots": pool and pool.slots,
         "running_requests": pool.requests if pool else requests,
@@ -86,7 +89,7 @@ def memory_of(
         facts[f"requests_at_context{suffix}"] = serving.context and at_a_time(
             tokens, running, serving.context, reserved
         )
-    return {**facts, "memory_bytes": _divided(facts, pool and pool.total_bytes, serving)}
+    return {**facts, "memory_bytes": _divided(facts, pool, serving)}
 
 
 def _pools(
@@ -142,7 +145,7 @@ def _pools(
 
 
 def _divided(
-    facts: Mapping[str, Any], states: int | None, serving: Serving
+    facts: Mapping[str, Any], states: StatePool | None, serving: Serving
 ) -> dict[str, int] | None:
     """A GPU's memory by what takes it: the parts sum to the whole. None if only that of the KV
     pools is known."""
@@ -152,7 +155,8 @@ def _divided(
         "target weights": facts["target_weight_bytes"],
         "draft weights": facts["draft_weight_bytes"],
         "draft steps": facts["draft_step_bytes"] or 0,
-        "recurrent states": states or 0,
+        "recurrent states": states.state_bytes if states else 0,
+        "recurrent rollback": states.scratch_bytes if states else 0,
         "target KV": facts["target_tokens"] * facts["target_kv_bytes_per_token"],
         "draft KV": facts["draft_kv_bytes"],
     }
@@ -210,14 +214,14 @@ def _kv_memory(serving: Serving, target: int | None, draft: int | None, steps: i
     return left
 
 
-def _step_bytes(
+def _draft_memory(
     decision: ServingDecision,
     part: TargetGeometry,
     options: ResolvedOptions,
     serving: Serving,
     kv: Sequence[GroupKV],
-) -> int | None:
-    """Bytes that our worker reserves for draft steps; None if another worker serves.
+) -> DraftMemory | None:
+    """The memory that our worker reserves for draft steps; None if another worker serves.
 
     Args:
         part: a rank's of the target.
@@ -254,7 +258,7 @@ def _step_bytes(
         waiting_steps=PLAIN_STEPS if narrow.widths else 0,
         narrow=narrow,
     )
-    return draft_memory(config, server).total
+    return draft_memory(config, server)
 
 
 def _recurrent(geometry: TargetGeometry, worker: str, verify_block: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_dflash.memory.draft_memory import DraftMemory
 from sglang_dflash.serving.metrics.server import BUILTIN
 from sglang_dflash.tools.inspect.kv import GIB
 
@@ -27,6 +28,7 @@ _GROUPS = {
         "target_weight_bytes", "draft_weight_bytes", "draft_step_bytes", "kv_memory_bytes",
         "draft_kv_bytes",
     ),
+    "draft steps": ("draft_memory_bytes",),
     "each token": ("target_kv_bytes_per_token", "draft_kv_bytes_per_token"),
     "each request": (
         "recurrent_state_bytes", "recurrent_replay_bytes", "recurrent_snapshot_bytes",
@@ -53,6 +55,7 @@ _WORDS = {
     "requests_at_context_unbounded": "with all draft KV kept",
     "requests_at_context_without_draft": "without a draft",
     "draft_kv_groups": "groups",
+    "draft_memory_bytes": "reserved",
 }
 
 
@@ -162,6 +165,8 @@ def _weights_verdict(facts: Mapping[str, Any]) -> str:
 def _readable(name: str, value: Any) -> str:
     if name == "draft_kv_groups":
         return "; ".join(map(_readable_group, value))
+    if name == "draft_memory_bytes":
+        return str(DraftMemory(**{part: value[part] for part in DraftMemory._fields}))
     if "bytes" in name:
         unit, size = ("GiB", GIB) if value >= GIB else ("MiB", GIB >> 10)
         return f"{value / size:,.3f} {unit}" if value >= GIB >> 10 else f"{value:,} bytes"

@@ -113,6 +113,7 @@ def test_inspect_and_a_server_reserve_the_same(
     plan = plan_of(pair, options, policy, chosen, tp)
     needed = memory.plan_memory(plan, model_config).needed
     assert found["draft_step_bytes"] == needed.total
+    assert found["draft_memory_bytes"] == needed.as_report()
     assert (needed.narrow_widths > 0) == (needed.waiting_hidden > 0) == (width == "adaptive")
     # A cache is allocated by the network's own shape.
     of_network = math.prod(plan.model.kv_shape) * torch.bfloat16.itemsize

@@ -7,7 +7,9 @@ import re
 
 import pytest
 
+from sglang_dflash.memory.draft_memory import DraftMemory
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
+from sglang_dflash.tools.inspect import memory as inspected_memory
 from sglang_dflash.tools.inspect.kv import GIB
 from sglang_dflash.tools.inspect.table import as_table
 from tests.tools.inspect.pairs import inspected, refusal
@@ -55,3 +57,29 @@ def test_it_tells_how_many_long_requests_run_at_a_time(capsys: pytest.CaptureFix
     assert f"the target's max_position_embeddings is {own}; " in " ".join(known["warnings"])
     short = ("--context-length", "8192", "--context", "9000")
     assert "up to 8192 tokens (--context-length)" in refusal(capsys, *pair[:2], *short)
+
+
+@pytest.mark.parametrize("part", DraftMemory._fields)
+def test_the_table_shows_every_part_that_a_server_reserves(
+    part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It told their sum only, without four of them."""
+    reserved = DraftMemory(**{part: 3 << 30})
+    monkeypatch.setattr(inspected_memory, "draft_memory", lambda *_: reserved)
+    found = inspected(capsys, "Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash")
+    assert found["draft_memory_bytes"] == {**reserved._asdict(), "total": 3 << 30}
+    assert found["memory_bytes"]["draft steps"] == found["draft_step_bytes"] == 3 << 30
+    shown = as_table(found).partition("\ndraft steps\n")[2]
+    assert f"3072.0 MiB ({part.replace('_', ' ')} 3072.0)" in " ".join(shown.split())
+
+
+def test_what_verification_keeps_stands_beside_the_states(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pair = ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", "--max-running-requests", "8")
+    found = inspected(capsys, *pair)
+    parts = found["memory_bytes"]
+    assert parts["recurrent states"] == (
+        (found["recurrent_slots"] + 1) * found["recurrent_state_bytes"]
+    )
+    assert parts["recurrent rollback"] == (8 + 1) * found["recurrent_replay_bytes"]
