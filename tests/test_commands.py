@@ -36,6 +36,7 @@ ELSEWHERE = {
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",
     "pip install -e .": "launch/setup.sh, which every test run begins with",
     "python launch/mutate.py": "tests/reliability/test_mutations.py",
+    "python launch/docs_tables.py": "tests/launch/test_docs_tables.py",
     "python -m launch.server_flags": "tests/serving/start/test_server_flags.py",
     "python launch/train_draft.py": "tests/launch/test_train_draft.py",
     "sglang serve --model-path TARGET --skip-tokenizer-init": "serves without a draft: "
