@@ -9,6 +9,7 @@ docs/. With --check it writes nothing, and exits with 1 if a page is not current
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import sys
@@ -19,11 +20,12 @@ from pathlib import Path
 
 from sglang_dflash.checkpoint.published import FOLDER, published_pairs, shipped
 from sglang_dflash.drafting.options import Options
+from sglang_dflash.memory.draft_memory import DraftMemory
 from sglang_dflash.serving.metrics.figures import COUNTS, SET_UP
 from sglang_dflash.serving.metrics.server import BUILTIN
 from sglang_dflash.serving.start.flags import ALIASES, PREFIX, ServerFlags
 from sglang_dflash.serving.start.unserved import IGNORED, UNSERVED, Ignored, Unserved
-from sglang_dflash.tools.inspect.report import inspect
+from sglang_dflash.tools.inspect.report import inspect as inspect_pair
 from sglang_dflash.tools.inspect.serving import Serving
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -146,6 +148,20 @@ def _series(name: str, label: str, goes_down: bool) -> str:
     return f"sglang_dflash_{name}{'' if goes_down else '_total'}{labels}"
 
 
+# -- docs/gpu.md -----------------------------------------------------------------------------------
+
+
+def draft_memory() -> str:
+    """The parts of `DraftMemory`, by its docstring."""
+    documented = inspect.cleandoc(DraftMemory.__doc__ or "").partition("Attributes:\n")[2]
+    texts = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", documented, re.M))
+    rows = [
+        (code(part), " ".join(texts[part].split()).removesuffix("."))
+        for part in DraftMemory._fields
+    ]
+    return table(("part", "bytes, at most"), rows)
+
+
 # -- docs/models.md --------------------------------------------------------------------------------
 
 
@@ -165,7 +181,7 @@ def published_drafts() -> str:
 
 def _draft_row(target: str, draft: str, file: str) -> tuple[str, ...]:
     serving = Serving(max_running_requests=8, kv_memory_gib=16)
-    facts = inspect(shipped("target")[target], shipped("draft")[draft], Options(), serving)
+    facts = inspect_pair(shipped("target")[target], shipped("draft")[draft], Options(), serving)
     gain, mask, reason = (
         facts[name] for name in ("target_tokens_gain", "mask_token_id", "worker_reason")
     )
@@ -196,6 +212,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "our-flags": our_flags,
     "server-info": server_info,
     "series": series,
+    "draft-memory": draft_memory,
     "published-drafts": published_drafts,
     "other-drafts": other_drafts,
 }

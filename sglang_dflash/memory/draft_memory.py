@@ -20,20 +20,27 @@ GRAPH_BYTES_PER_REQUEST = 2 << 20
 
 
 class DraftMemory(NamedTuple):
-    """Bytes of the drafter beside its weights and the K/V of tokens, at most.
+    """Bytes of the drafter beside its weights and the K/V of tokens, at most. docs/gpu.md has the
+    texts (`launch/docs_tables.py`).
 
     Attributes:
-        scratch_kv: entries that attention keeps the block's own K/V in.
-        slot_tables: a step's tables of entries.
-        attention_workspace: of draft attention, such as parts of split requests.
+        scratch_kv: entries that attention keeps the block's own K/V in: one for padding; with `fa3`
+            and `fa4` also one per request and block position.
+        slot_tables: a step's tables of entries, one for each group of layers: 4 bytes per request
+            and visible token. With `fa3` and `fa4` it is 12, for a copy, and 48 for a ring, which
+            is sorted. A ring's 5 bytes per entry and 4 per target token are charged with its K/V.
+        attention_workspace: of draft attention, for each group of layers: parts of split requests
+            (`triton`), or a chunk of copied K/V, 64 MiB at most (`torch`).
         graph_buffers: what recorded steps read and write; 0 if none are recorded.
-        logits: of all drafted positions of the largest batch.
-        activations: of the draft network for the largest batch.
-        waiting_hidden: hidden states of plain steps that the drafter has not absorbed; 0 if every
-            step drafts.
-        texts: the tokens of requests, in which drafts are looked up; 0 without lookup.
-        narrow_widths: attention backends and CUDA graphs of the target for other widths than the
-            block's; 0 on a CPU.
+        logits: of the drafted positions of `--max-running-requests` requests.
+        activations: of the draft network for such a batch.
+        waiting_hidden: with adaptive width, hidden states of plain steps that the drafter has not
+            absorbed; 0 if every step drafts.
+        texts: with lookup, the tokens of each running request, in which drafts are looked up: 4
+            bytes per position of the request-to-token table.
+        narrow_widths: with adaptive width, the target's page tables, indices and masks for each
+            width below the block's, its CUDA graphs (2 MiB per request, SGLang's own estimate) and
+            the hidden states that each graph keeps; 0 on a CPU.
     """
 
     scratch_kv: int = 0
