@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from sglang_dflash.common.errors import ConfigError, Failed, cut
 from sglang_dflash.drafting.machine import hardware, version
+from sglang_dflash.tools.gpu_check import verdict
 
 ISSUES = "a new issue of this project"
 
@@ -25,20 +26,28 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "check/Qwen3-8B; all take 5 to 20 minutes",
     )
     add("--tiny", action="store_true", help="try the command on the CPU; nothing is judged")
+    add("--dry-run", action="store_true", help="print the fewest bytes of each part, run nothing")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raises Failed if the GPU is rejected. Ends the process with status 2 if there is none."""
+    """Raises Failed if the GPU is rejected, or if a part of --tiny fails. Ends the process with
+    status 2 if there is no GPU."""
     try:
         import torch
     except ImportError:
         _end("torch is not installed")
-    if not args.tiny and not torch.cuda.is_available():
+    if not args.tiny and not args.dry_run and not torch.cuda.is_available():
         _end("torch finds no CUDA device here; --tiny tries the command on the CPU")
-    from sglang_dflash.tools.gpu_check import plan, verdict
+    from sglang_dflash.tools.gpu_check import plan
 
+    parts = plan.chosen(args.tiny, args.only)
+    if args.dry_run:
+        for name, part in parts.items():
+            print(json.dumps({name: part.floors or {}}))
+        return
     path = Path(args.out)
     report: dict[str, Any] = {
+        "command": args.command,
         "sglang_dflash": version("sglang-dflash"),
         "hardware": hardware(),
         "parts": {},
@@ -48,30 +57,40 @@ def run(args: argparse.Namespace) -> None:
     except OSError as error:
         required = f"it cannot be written ({cut(str(error))})"
         raise ConfigError("out", args.out, required) from error
-    for so_far in plan.run(plan.Options(tiny=args.tiny, only=args.only)):
-        report["parts"] = so_far["parts"]
+    for figures in plan.run(parts):
+        report["parts"] = figures
         path.write_text(json.dumps(report, indent=1) + "\n")
-    wrong, missed = verdict.wrong(report["parts"]), verdict.missed(report["parts"])
-    print("\n".join(_lines(report, wrong, missed, args.tiny)))
+    refusal = _try(report) if args.tiny else _judge(report)
     print(f"report: {path} (figures, versions and the names of CPU and GPU; send it with {ISSUES})")
-    if wrong and not args.tiny:
+    if refusal:
         sys.stdout.flush()
-        raise Failed("check-gpu: rejected; serve with --speculative-dflash-worker builtin")
+        raise Failed(f"check-gpu: {refusal}")
 
 
-def _lines(report: dict[str, Any], wrong: list[str], missed: list[str], tiny: bool) -> list[str]:
-    """The verdict, and what it rests on."""
+def _try(report: dict[str, Any]) -> str:
+    """Print that the parts ran. Returns which of them failed, or an empty string."""
+    parts = report["parts"]
     device = report["hardware"]["accelerator"] or "the CPU"
-    count = len(report["parts"])
-    if tiny:
-        return [f"tried on {device}: {count} parts ran; nothing is judged"]
+    print(f"tried on {device}: {len(parts)} parts ran; nothing is judged")
+    failed = {name: figures["failed"] for name, figures in parts.items() if "failed" in figures}
+    return "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+
+
+def _judge(report: dict[str, Any]) -> str:
+    """Print the verdict, and what it rests on. Returns what to do if the GPU is rejected, or an
+    empty string."""
+    parts, device = report["parts"], report["hardware"]["accelerator"]
+    wrong = verdict.wrong(parts)
     if wrong:
-        return [f"REJECT {device}:", *(f"  {line}" for line in wrong)]
-    lines = [
+        print(f"REJECT {device}:", *(f"  {line}" for line in wrong), sep="\n")
+        return "rejected; serve with --speculative-dflash-worker builtin"
+    print(
         f"ACCEPT {device}: kernels, attention and recorded steps compute what torch does "
-        f"({count} parts)"
-    ]
-    return lines + [f"  slower than computed: {line}" for line in missed]
+        f"({len(parts)} parts)"
+    )
+    for line in verdict.missed(parts):
+        print(f"  slower than computed: {line}")
+    return ""
 
 
 def _end(why: str) -> NoReturn:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.common.command_line import setting
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.tools.gpu_check.drafters import TINY, Load
 from sglang_dflash.tools.gpu_check.floors import SHAPES, config_of
@@ -41,13 +39,6 @@ TINY_LOADS = (Load(1, 96, None), Load(3, 200, 64))
 BATCHES = (1, 8, 64, 256)
 
 
-@dataclass(frozen=True)
-class Options:
-    dry_run: bool = setting(False, "print the fewest bytes of each part, measure nothing")
-    tiny: bool = setting(False, "try the command: a tiny draft on the CPU")
-    only: str = setting("", "run the parts whose names begin so, such as check or phases/Qwen3-8B")
-
-
 class Part(NamedTuple):
     """A measurement, and the fewest bytes of its phases if it has any."""
 
@@ -56,7 +47,11 @@ class Part(NamedTuple):
 
 
 def plan(tiny: bool) -> dict[str, Part]:
-    """All parts by name, in order."""
+    """All parts by name, in order.
+
+    Args:
+        tiny: a tiny draft on the CPU, in place of published shapes on the GPU.
+    """
     device = torch.device("cpu" if tiny else "cuda")
     dtype = torch.float32 if tiny else torch.bfloat16
     drafts = {"tiny": DraftConfig.from_dict(TINY)} if tiny else {
@@ -81,32 +76,29 @@ def plan(tiny: bool) -> dict[str, Part]:
     return parts
 
 
-def run(options: Options) -> Iterator[dict[str, Any]]:
-    """The result so far, after each part. Raises ConfigError: there is no GPU, or no part has such
-    a name."""
-    every = plan(options.tiny)
-    parts = {name: of for name, of in every.items() if name.startswith(options.only)}
+def chosen(tiny: bool, only: str) -> dict[str, Part]:
+    """The parts whose names begin with `only`, after `bandwidth`, which times are compared with.
+
+    Raises:
+        ConfigError: no part has such a name.
+    """
+    every = plan(tiny)
+    parts = {name: part for name, part in every.items() if name.startswith(only)}
     if not parts:
         groups = sorted({name.partition("/")[0] for name in every})
-        raise ConfigError("only", options.only, f"no part; they begin with {', '.join(groups)}")
-    if options.dry_run:
-        yield {"parts": {name: {"floor_bytes": of.floors or {}} for name, of in parts.items()}}
-        return
-    if not options.tiny and not torch.cuda.is_available():
-        raise ConfigError(
-            "tiny",
-            False,
-            "torch finds no GPU; {tiny} tries the command on a CPU, and {dry_run} prints the parts",
-        )
+        raise ConfigError("only", only, f"no part; they begin with {', '.join(groups)}")
+    return {"bandwidth": every["bandwidth"]} | parts
+
+
+def run(parts: Mapping[str, Part]) -> Iterator[dict[str, dict[str, Any]]]:
+    """The figures of the parts so far, after each part, which is also shown on stderr."""
     torch.backends.cuda.matmul.allow_tf32 = False
     done: dict[str, dict[str, Any]] = {}
-    # What times are compared with.
-    for name, part in ({"bandwidth": every["bandwidth"]} | parts).items():
+    for name, part in parts.items():
         done[name] = _run(part)
         _compare_with_floor(done[name], done["bandwidth"].get("bytes_per_s"))
         print(json.dumps({name: done[name]}), file=sys.stderr, flush=True)
-        failed = {name: found["failed"] for name, found in done.items() if "failed" in found}
-        yield {"parts": done, "failed": failed}
+        yield done
 
 
 def _run(part: Part) -> dict[str, Any]:
@@ -121,31 +113,10 @@ def _run(part: Part) -> dict[str, Any]:
     return result
 
 
-def _timed(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the timed phases of a part."""
-    return {name: of for name, of in found.items() if isinstance(of, dict) and "eager_ms" in of}
-
-
-def _compare_with_floor(found: dict[str, Any], bandwidth: float | None) -> None:
-    """Add `graph_over_floor`: the time of a graph over that of the fewest bytes at the bandwidth
-    of a copy."""
-    for timed in _timed(found).values():
-        if bandwidth and "graph_ms" in timed:
+def _compare_with_floor(figures: dict[str, Any], bandwidth: float | None) -> None:
+    """Add `graph_over_floor` to each phase: the time of a graph over that of the fewest bytes at
+    the bandwidth of a copy."""
+    for timed in figures.values():
+        if bandwidth and isinstance(timed, dict) and "graph_ms" in timed:
             floor_ms = 1000 * timed["floor_bytes"] / bandwidth
             timed["graph_over_floor"] = round(timed["graph_ms"] / floor_ms, 3)
-
-
-def table(result: dict[str, Any]) -> list[str]:
-    columns = ("floor_bytes", "eager_ms", "graph_ms", "graph_over_floor")
-    lines = [f"{'':50}" + "".join(f"{column:>18}" for column in columns)]
-    for name, found in result["parts"].items():
-        shown = _timed(found)
-        for phase, of in shown.items():
-            cells = "".join(f"{of.get(column, ''):>18}" for column in columns)
-            lines.append(f"{name.removeprefix('phases/') + ' ' + phase:50}{cells}")
-        lines.append(f"{name}: { {key: of for key, of in found.items() if key not in shown} }")
-    return lines
-
-
-def failure(result: dict[str, Any]) -> str | None:
-    return f"failed: {', '.join(result['failed'])}" if result.get("failed") else None

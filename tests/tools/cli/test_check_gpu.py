@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,10 @@ def checked(
 ) -> tuple[int, str, str]:
     """The command on a machine with a GPU, whose parts give these figures."""
 
-    def run(options: plan.Options) -> Iterator[dict[str, Any]]:
-        assert options == plan.Options(only="")
-        yield {"parts": {"bandwidth": parts["bandwidth"]}, "failed": {}}
-        yield {"parts": parts, "failed": {}}
+    def run(of_the_plan: Mapping[str, plan.Part]) -> Iterator[dict[str, Any]]:
+        assert list(of_the_plan) == list(plan.plan(tiny=False))
+        yield {"bandwidth": parts["bandwidth"]}
+        yield parts
 
     monkeypatch.setattr(plan, "run", run)
     made = hardware() | {"accelerator": "NVIDIA H100"}
@@ -80,6 +80,7 @@ def test_a_gpu_that_computes_what_torch_does_is_accepted(
     assert "slower" not in shown and f"report: {out}" in shown
     report = json.loads(out.read_text())
     assert report["parts"] == GOOD and report["hardware"]["torch"] and report["sglang_dflash"]
+    assert report["command"] == f"sglang-dflash check-gpu --out {out}"
 
 
 @pytest.mark.parametrize("name", BAD)

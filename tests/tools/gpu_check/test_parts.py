@@ -1,10 +1,12 @@
-"""`python -m experiments gpu`: its parts on a CPU with a tiny draft, what a GPU would run of them
-on tensors without memory, and its plan."""
+"""`sglang-dflash check-gpu`: its parts on a CPU with a tiny draft, what a GPU would run of them on
+tensors without memory, and its plan."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import KernelInterface
 
-from experiments import gpu, runner
 from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.tools import cli
 from sglang_dflash.tools.gpu_check import drafters, timing
 from sglang_dflash.tools.gpu_check import parts as parts_of_gpu
 from sglang_dflash.tools.gpu_check import plan as plans
@@ -28,20 +30,21 @@ from sglang_dflash.tools.gpu_check.parts import PHASES
 CPU = torch.device("cpu")
 
 
-def result_of(argv: list[str], capsys: pytest.CaptureFixture[str], status: int = 0) -> Any:
-    assert runner.main(["gpu", *argv]) == status
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+def parts_in(out: Path, *argv: str, status: int = 0) -> Any:
+    """The figures that the command writes."""
+    assert cli.main(["check-gpu", "--tiny", *argv, "--out", str(out)]) == status
+    return json.loads(out.read_text())["parts"]
 
 
 def test_all_parts_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(timing, "REPEATS", 2)
-    result = result_of(["--tiny"], capsys)
-    parts = result["parts"]
+    parts = parts_in(tmp_path / "report.json")
+    shown = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line[0] == "{"]
+    assert shown == [{name: figures} for name, figures in parts.items()]
     assert set(parts["kernels/tiny/8"]) == {"largest", "largest, sampled", "accept", "lookup"}
-    assert parts["start/tiny"]["first_s"] > 0 and result["hardware"]["triton"]
-    assert result["failed"] == {} and any("3x200w64 step" in line for line in gpu.table(result))
+    assert parts["start/tiny"]["first_s"] > 0
     attention = parts["check/tiny"]["attention"]
     assert attention["torch"] == "as torch, not recorded"
     assert "runs on cuda, not on cpu" in attention["fa4"]
@@ -59,8 +62,9 @@ def fails() -> Any:
 
 
 def test_a_part_that_fails_does_not_stop_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    out = tmp_path / "report.json"
     phase = {"floor_bytes": 10**6, "eager_ms": 3.0, "graph_ms": 2.0}
     made_up = {
         "bandwidth": plans.Part(lambda: {"bytes_per_s": 1e9}),
@@ -69,15 +73,19 @@ def test_a_part_that_fails_does_not_stop_the_others(
         "phases/three": plans.Part(lambda: {"b": 1}),
     }
     monkeypatch.setattr(plans, "plan", lambda _: made_up)
-    result = result_of(["--tiny"], capsys, status=1)
-    assert result["parts"]["phases/one"]["step"] == {**phase, "graph_over_floor": 2.0}
-    assert result["parts"]["phases/three"] == {"b": 1}
-    assert result["failed"] == {"two": "RuntimeError: made to fail"}
-    some = result_of(["--tiny", "--only", "phases/"], capsys)["parts"]
-    assert list(some) == ["bandwidth", "phases/one", "phases/three"]
-    assert some["phases/one"]["step"]["graph_over_floor"] == 2.0
-    assert runner.main(["gpu", "--only", "nonesuch"]) == 1
-    assert capsys.readouterr().err.startswith("gpu: --only: 'nonesuch'; ")
+    parts = parts_in(out, status=1)
+    assert parts["phases/one"]["step"] == {**phase, "graph_over_floor": 2.0}
+    assert parts["phases/three"] == {"b": 1}
+    assert parts["two"] == {"failed": "RuntimeError: made to fail"}
+    assert capsys.readouterr().err.endswith("check-gpu: two: RuntimeError: made to fail\n")
+    named = parts_in(out, "--only", "phases/")
+    assert list(named) == ["bandwidth", "phases/one", "phases/three"]
+    assert named["phases/one"]["step"]["graph_over_floor"] == 2.0
+    out.unlink()
+    capsys.readouterr()
+    assert cli.main(["check-gpu", "--tiny", "--only", "nonesuch", "--out", str(out)]) == 1
+    assert capsys.readouterr().err.startswith("sglang-dflash: --only: 'nonesuch'; no part; they ")
+    assert not out.exists()
 
 
 def test_what_is_done_is_kept_if_the_command_is_ended(
@@ -92,9 +100,10 @@ def test_what_is_done_is_kept_if_the_command_is_ended(
         "two": plans.Part(ended),
     }
     monkeypatch.setattr(plans, "plan", lambda _: made_up)
+    out = tmp_path / "report.json"
     with pytest.raises(SystemExit):
-        runner.main(["gpu", "--tiny", "--out", str(tmp_path / "out" / "gpu.json")])
-    kept = json.loads((tmp_path / "out" / "gpu.json").read_text())
+        cli.main(["check-gpu", "--tiny", "--out", str(out)])
+    kept = json.loads(out.read_text())
     assert kept["parts"] == {"bandwidth": {"bytes_per_s": 1e9}, "one": {"a": 1}}
 
 
@@ -223,18 +232,21 @@ def test_what_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert modes == ["error", "default"] * 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_one_line_names_what_can_be_done(capsys: pytest.CaptureFixture[str]) -> None:
-    assert runner.main(["gpu"]) == 1
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("gpu: --tiny: False; torch finds no GPU") and "--dry-run" in error
-
-
-def test_the_plan_is_printed_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = result_of(["--dry-run"], capsys)["parts"]
-    assert len([name for name in plan if name.startswith("phases/")]) == len(plans.SHAPES) * len(
-        plans.LOADS
-    )
+def test_the_plan_is_printed_anywhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["check-gpu", "--dry-run"]) == 0
+    parts: dict[str, dict[str, int]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        parts |= json.loads(line)
+    assert list(parts) == list(plans.plan(tiny=False)) and not list(tmp_path.iterdir())
     # lm_head, layers and context of Qwen3-8B's draft at 1 x 4k, in bfloat16.
-    floor = plan["phases/Qwen3-8B-DFlash-b16/1x4096"]["floor_bytes"]["propose"]
+    floor = parts["phases/Qwen3-8B-DFlash-b16/1x4096"]["propose"]
     assert 2 * 151936 * 4096 < floor < 4e9
+
+
+def test_it_needs_no_sglang() -> None:
+    code = "import sys; sys.modules['sglang'] = None; import sglang_dflash.tools.gpu_check.plan"
+    subprocess.run([sys.executable, "-c", code], check=True)
