@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sglang_dflash.checkpoint import heads as described
-from sglang_dflash.checkpoint.draft_config import DraftConfig, Reach
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.heads.head import HeadConfig, Network
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft
@@ -26,6 +26,7 @@ from sglang_dflash.drafting.heads.plain import HeadModule, KernelBytes
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.random_inputs import Cases, RandomInputs
 from sglang_dflash.drafting.self_check import SelfCheckFailed, check_ops, check_recording
@@ -226,12 +227,13 @@ def test_its_steps_are_recorded_and_checked() -> None:
 
 def step_memory(raw: dict[str, Any]) -> DraftMemory:
     """The memory of draft steps of 5 requests, in float32."""
+    config = DraftConfig.from_dict(raw)
     server = DraftServer(
-        draft_block=4, verify_block=4, reach=Reach(), looks_up=False, requests=5, positions=99,
-        ranks=1, itemsize=4, token_bytes=0, tagged=False, attention=CAPABILITIES["torch"],
-        processors=1, recorded=0, waiting_steps=0, narrow=NarrowForwards(),
+        options=Options().resolve(config), requests=5, positions=99, ranks=1, itemsize=4, kv=(),
+        tagged=False, attention=CAPABILITIES["torch"], processors=1, recorded=0, waiting_steps=0,
+        narrow=NarrowForwards(),
     )  # fmt: skip
-    return draft_memory(DraftConfig.from_dict(raw), server)
+    return draft_memory(config, server)
 
 
 @pytest.mark.usefixtures("listed")
