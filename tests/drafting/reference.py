@@ -1,4 +1,4 @@
-"""An independent drafter in float32: dense attention over the whole request, no cache, plain masks.
+"""An independent drafter, in the dtype of its weights: dense attention over the whole request, no cache, plain masks.
 
 It drafts one block at a time, reads a checkpoint by its published tensor names and shares no code
 with the product.
@@ -124,7 +124,7 @@ def draft_block(
         v = (sequence @ t["self_attn.v_proj.weight"].T + bias["v"]).view(-1, groups, dim)
         q = rope(rms(q, t["self_attn.q_norm.weight"], eps), positions[length:], raw["rope_theta"])
         k = rope(rms(k, t["self_attn.k_norm.weight"], eps), positions, raw["rope_theta"])
-        out = torch.zeros(block, heads, dim)
+        out = torch.zeros(block, heads, dim, dtype=x.dtype)
         for b in range(block):
             allowed = [
                 p for p in positions if sees(kind, raw, length + b, p, length, window, sinks)

@@ -119,17 +119,21 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
             assert drafter.propose(bonus, slots, None, width).equal(block[:, :width])
             assert drafter.propose(bonus, slots, noise, width).equal(both[..., :width])
     size = options.draft_block
+    exact = {
+        name: tensor.double() if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
     for r in range(count):
         hidden, tokens = draft_block(
-            tensors,
+            exact,
             raw,
-            requests.hidden[r],
+            requests.hidden[r].double(),
             int(bonus[r]),
-            embed,
+            embed.double(),
             size,
             case.window,
             case.sinks if case.window is not None else 0,
         )
-        # float32 through three layers: the two differ by the order of sums only.
-        torch.testing.assert_close(states[r, 1:], hidden[1:], atol=2e-5, rtol=2e-5)
+        # float32 through three layers is up to 4.3e-5 from float64, in which the reference is.
+        torch.testing.assert_close(states[r, 1:].double(), hidden[1:], atol=1e-4, rtol=0)
         assert block[r].tolist() == tokens
