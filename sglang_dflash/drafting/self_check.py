@@ -52,8 +52,7 @@ def check_ops(model: DraftModel, draft_block: int, verify_block: int) -> list[st
     """
     if type(model.ops) is TorchOps:
         return []
-    cases, twin = _cases(model, draft_block, verify_block), TorchOps()
-    cases |= model.head.check_cases(RandomInputs(model), REQUESTS, draft_block)
+    cases, twin = op_cases(model, draft_block, verify_block), TorchOps()
     for name, run in cases.items():
         for got, expected in zip(run(model.ops), run(twin), strict=True):
             _compare(name, got, expected)
@@ -199,8 +198,11 @@ def _used(lengths: Tensor, seen: Tensor) -> Sequence[Tensor]:
     return lengths.where(is_match, 0), seen.where(is_match[:, None], 0)
 
 
-def _cases(model: DraftModel, block: int, verify_block: int) -> Cases:
-    """Each run has copies: operations may overwrite."""
+def op_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
+    """The operations of a step, and those of the head; `check_ops` has the arguments.
+
+    Each run has copies: operations may overwrite.
+    """
     config, draw = model.config, RandomInputs(model)
     layers = cast(Sequence[Any], model.layers)
     layer, shape, eps = layers[0], (REQUESTS, block), config.rms_norm_eps
@@ -257,7 +259,7 @@ def _cases(model: DraftModel, block: int, verify_block: int) -> Cases:
             *ops.seen_before(drafts[:, 0].contiguous(), texts, requests, verify_block - 1)
         ),
     }
-    return cases
+    return cases | model.head.check_cases(RandomInputs(model), REQUESTS, block)
 
 
 def _compare(name: str, got: Any, expected: Tensor, computed_in: torch.dtype | None = None) -> None:

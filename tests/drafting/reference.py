@@ -1,4 +1,4 @@
-"""An independent drafter, in the dtype of its weights: dense attention over the whole request, no cache, plain masks.
+"""An independent drafter, in the dtype of its weights: dense attention over the whole request.
 
 It drafts one block at a time, reads a checkpoint by its published tensor names and shares no code
 with the product.

@@ -153,13 +153,13 @@ def test_replayed_steps_are_the_eager_ones(
     plain, inner = (drafter_of(window, sinks, raw=raw, verify_block=8) for _ in range(2))
     # Of the width of every eager step: another number of columns sums in another order.
     recorded = graphed(inner, slots, widths=(COLUMNS,))
-    requests = Requests(slots, plain, recorded)
+    requests, coupled = Requests(slots, plain, recorded), []
     for step in range(36):
         count = (1, 3, 4, 2, 6)[step % 5]
         eager, replayed = requests.step(count, block=(4, 8, 3)[step % 3])
         assert torch.equal(eager, replayed), step
         if eager.dim() == 3:
-            assert not torch.equal(eager[LIKELIEST], eager[COUPLED]), step
+            coupled.append(not torch.equal(eager[LIKELIEST], eager[COUPLED]))
         for one, other in zip(plain.groups, inner.groups, strict=True):
             a, b = one.cache, other.cache
             # A commit with padding is another product of matrices.
@@ -172,6 +172,8 @@ def test_replayed_steps_are_the_eager_ones(
                 else:
                     mine[-1] = theirs[-1] = 0
                 assert torch.equal(mine, theirs)
+    # Of two requests, one of which is greedy, both may get the likeliest tokens by chance.
+    assert len(coupled) > 20 and sum(coupled) >= len(coupled) - 1
     # Six requests fit into a recording of four if their blocks are short.
     commits = sum((1, 3, 4, 2, 6)[i % 5] * (4, 8, 3)[i % 3] <= 4 * 8 for i in range(36))
     assert recorded.eager == 7 and recorded.replays == {"propose": 29, "commit": commits}

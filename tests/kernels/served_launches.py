@@ -44,7 +44,7 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.self_check import _cases
+from sglang_dflash.drafting.self_check import op_cases
 from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay, ReplayOps
 from tests.conftest import kv_groups, raw_config, with_own
 from tests.serving.recurrent_target import gdn_layer, recorded_runner
@@ -174,7 +174,7 @@ def launches() -> dict[str, list[str]]:
             # As a server starts: operations are checked, steps recorded, replay is warmed up.
             drafter, replay = drafter_of(window), replay_of()
             ops: Any = drafter.model.ops
-            for run in _cases(drafter.model, CONFIG.block_size, CONFIG.block_size).values():
+            for run in op_cases(drafter.model, CONFIG.block_size, CONFIG.block_size).values():
                 run(ops)
             graphed = GraphedDrafter(drafter, TwoRuns(), table, REQUESTS)
             replay.warm_up()
