@@ -33,11 +33,11 @@ Arms = dict[str, Program | str]
 
 
 def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
-    """The arms in the order asked for; the others are compared with the first.
+    """The arms in the order of `settings.arms`; all others are compared with the first.
 
     Raises:
-        ConfigError: the environment simulates acceptance, SGLang cannot serve the dtype, there is
-            no such embedded pair, or no vLLM where it should be.
+        ConfigError: the environment simulates acceptance, SGLang cannot serve the dtype, the
+            embedded pair does not exist, or vLLM is not installed where `settings.vllm` says.
     """
     if settings.base_url:
         return dict(settings.servers)
@@ -63,10 +63,10 @@ def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
 
 
 def _sglang_arms(settings: BenchSettings, base: ServerConfig, draft: str) -> dict[str, Program]:
-    """SGLang's, by the server that they have in common."""
+    """Return SGLang's arms: the server `base` with the flags of each arm."""
     fixed_width = dflash_flags(draft)
-    # One's own pair is measured as it is served, with the width that is the default here; whole
-    # blocks of an embedded one show what drafts cost and gain at most.
+    # A user's own pair is measured as it would be served, with the default width. An embedded pair
+    # verifies whole blocks, which shows the most that drafts can cost and gain.
     dflash = {
         name: value for name, value in fixed_width.items() if settings.embedded or name != WIDTH
     }
@@ -98,15 +98,15 @@ def _vllm_arms(
 ) -> dict[str, Program]:
     python = settings.vllm or ""
     version, requests = vllm.version_of(python, accelerator), max(settings.levels)
-    # With prompts of a thousand tokens or more.
+    # A prompt may have a thousand tokens.
     tokens = max(KV_TOKENS, requests * (settings.max_new_tokens + 1024))
     itemsize = 4 if settings.dtype == "float32" else 2
-    # Servers of large models have an accelerator to themselves, one after another.
+    # A server of a large model has the accelerator to itself, so its KV cache needs no bound.
     bounded = settings.embedded or not accelerator
     flags: dict[str, FlagValue] = {
         "--dtype": settings.dtype,
         **vllm.limits(target, tokens, requests, itemsize if bounded else None),
-        # Nothing of the target's own sampling parameters.
+        # Ignore the sampling parameters in the target's generation_config.json.
         "--generation-config": "vllm",
     }
     if not accelerator:
@@ -134,13 +134,13 @@ def _given_server(settings: BenchSettings) -> ServerConfig:
         **_common_flags(settings),
     }
     if settings.simulated_acceptance is not None:
-        # No answer means anything, so no weights are read.
+        # Outputs are not the target's anyway, so its weights are not read.
         flags["--load-format"] = "dummy"
     return ServerConfig(flags)
 
 
 def _common_flags(settings: BenchSettings) -> dict[str, FlagValue]:
-    # To stream the whole text with every step costs the slower arm more than the faster one.
+    # Streaming the whole text again at every step would slow down the slower arm more.
     flags: dict[str, FlagValue] = {
         "--dtype": settings.dtype,
         "--incremental-streaming-output": True,
@@ -149,11 +149,8 @@ def _common_flags(settings: BenchSettings) -> dict[str, FlagValue]:
 
 
 def group_arms(settings: BenchSettings, arms: Arms, accelerator: bool) -> list[Arms]:
-    """Group the arms whose servers run at once: all, or one after another if they may not fit the
-    machine.
-
-    Servers of large models do not fit: on an accelerator each takes most of the memory.
-    """
+    """Group the arms by the servers that run at once: one group if all servers fit the machine,
+    else a group per arm. On an accelerator, a server takes most of the memory."""
     if settings.target is None or settings.base_url:
         return [arms]
     if not accelerator and _servers_fit(settings.target, len(arms)):
@@ -162,18 +159,18 @@ def group_arms(settings: BenchSettings, arms: Arms, accelerator: bool) -> list[A
 
 
 def _servers_fit(target: str, servers: int) -> bool:
-    """Return whether so many servers of a target surely fit the memory of this machine."""
+    """Return whether this many servers of a target are sure to fit the memory of this machine."""
     stored, available = look_up("target", target).weight_bytes, available_bytes()
     if stored is None or available is None:
         return False
-    # Weights of 16 bits may be served in 32, and the pools get as much. The three processes of a
-    # server take 3 GiB.
+    # 16-bit weights may be served in float32 (2x), and the pools may get as much again (2x). The
+    # three processes of a server take 3 GiB.
     return servers * (4 * stored + (3 << 30)) <= available
 
 
 @contextmanager
 def open_endpoints(arms: Arms, settings: BenchSettings) -> Iterator[dict[str, Endpoint]]:
-    """The arms' endpoints. Servers that are started here all run at once, until the end.
+    """The endpoint of each arm. Servers that are started here run until the context ends.
 
     Raises:
         Failed: a server does not start, or a running one does not answer.

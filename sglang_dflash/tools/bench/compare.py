@@ -1,6 +1,6 @@
-"""`sglang-dflash bench`: arms side by side on the same prompts, warm and in turns.
+"""`sglang-dflash bench`: compare arms on the same prompts, warmed up and in turns.
 
-A report is written only if their outputs agree.
+A report is written only if the outputs of all arms agree.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(fields: Mapping[str, Any]) -> None:
 
     accelerator = torch.cuda.is_available()
     settings = BenchSettings.for_machine(fields, accelerator)
-    # What would fail at the end fails at the beginning.
+    # Check now what would otherwise fail after the measurement.
     if settings.picture:
         picture.check()
     out = make_folder("out", Path(settings.out))
@@ -51,7 +51,7 @@ def main(fields: Mapping[str, Any]) -> None:
     prompts = load_prompts(settings, max(settings.num_prompts, *levels))
     groups = group_arms(settings, arms, accelerator)
     distinct = {name: len(drawn_prompts) for name, drawn_prompts in prompts.items()}
-    # What is asked for by name, and at least a prompt for each of the requests at a time.
+    # --num-prompts if it is given, and at least one prompt for each concurrent request.
     count = max(fields.get("num_prompts", 0), *levels)
     prompts = {
         name: datasets.repeat_prompts(drawn_prompts, count)
@@ -87,10 +87,11 @@ def load_prompts(settings: BenchSettings, count: int) -> Prompts:
 
 
 def encode_of(settings: BenchSettings, prompts: Prompts) -> Encode:
-    """Return a function that makes a request of a turn and the answers so far.
+    """Return a function that encodes the next turn of a prompt, given the answers so far.
 
     Raises:
-        ConfigError: a chat, but no tokenizer or no chat template; or thinking without a chat.
+        ConfigError: a prompt is a chat, and there is no tokenizer or no chat template; or
+            `thinking` is given, and no prompt is a chat.
     """
     chats = any(prompt.chat for prompts_of_set in prompts.values() for prompt in prompts_of_set)
     if settings.thinking is not None and not chats:
@@ -103,7 +104,7 @@ def encode_of(settings: BenchSettings, prompts: Prompts) -> Encode:
         raise ConfigError("target", required=required)
     encode = datasets.encoder(source, settings.thinking)
     for prompts_of_set in prompts.values():
-        # A missing template is an error before a server starts.
+        # A missing chat template is an error before a server starts.
         encode(prompts_of_set[0], [])
     return encode
 
@@ -118,11 +119,11 @@ def measure(
     """Run one group of servers after another. The arms of a group take turns.
 
     Args:
-        last_times: seconds that the servers of arms took to start in an earlier run.
+        last_times: arm -> seconds that its server took to start in an earlier run.
 
     Raises:
-        Failed: an arm's answers are not the first arm's, where they must be; or a server cannot be
-            started or asked.
+        Failed: an arm's answers differ from the first arm's where they must be equal, or a server
+            does not start or does not answer.
     """
     measurements = Measurements(at_once=len(groups) == 1)
     simulated = settings.simulated_acceptance is not None
@@ -136,7 +137,7 @@ def measure(
             bar.set_description(f"{label}: warming {arm}")
             load.run(server, prompts[name][:concurrency], concurrency, ask_briefly)
         for i in range(settings.rounds):
-            # The order reverses every round: a machine that slows down slows all arms alike.
+            # Reverse the order every round, so that a machine that slows down slows all arms.
             for arm in list(endpoints)[:: -1 if i % 2 else 1]:
                 bar.set_description(f"{label}: {arm}, round {i + 1} of {settings.rounds}")
                 if not endpoints[arm].flush() and arm not in measurements.kept_prefixes:
@@ -171,10 +172,11 @@ def measure(
 
 
 def make_ask(encode: Encode, max_new_tokens: int, simulated: bool) -> Ask:
-    """Sends the next turn of a prompt."""
+    """Return a function that sends the next turn of a prompt."""
 
     def ask(server: load.Endpoint, prompt: Prompt, answers: list[str]) -> load.Answer:
-        # The model ends a chat; a text that is continued has no end, and random text none either.
+        # A chat ends with a stop token. A text to continue has no end, nor has the random text of
+        # simulated acceptance.
         ignore_eos = simulated or not prompt.chat
         return server.ask(encode(prompt, answers), max_new_tokens, ignore_eos)
 
@@ -188,8 +190,8 @@ def find_near_ties(
     encode: Encode,
     endpoints: Mapping[str, load.Endpoint],
 ) -> None:
-    """Ask whether the first token that differs in an arm's answers was a near-tie, once per arm. A
-    sampled token follows a random number."""
+    """For each arm whose answers differ, record whether the first differing token was a near-tie.
+    Sampled answers are left out: their tokens depend on random numbers, too."""
     if settings.simulated_acceptance is not None or settings.temperature:
         return
     is_float32 = report.dtypes(settings, measured.servers) == {"float32"}
@@ -207,7 +209,7 @@ def find_near_ties(
 
 
 def check_outputs(settings: BenchSettings, measured: Measurements) -> None:
-    """Raise Failed if answers differ where they must not."""
+    """Raise Failed if answers differ that must be equal."""
     # Simulated acceptance changes the outputs, and the report says so.
     if report.why_unequal(settings, measured.servers) or settings.simulated_acceptance is not None:
         return

@@ -1,5 +1,5 @@
-"""Kernels that a server compiles while it is measured: SGLang does for a batch of a new shape, and
-all of its requests wait for that."""
+"""Kernels that a server compiles while it is measured. SGLang compiles for a batch of a new shape,
+and all of the batch's requests wait."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-# A part of the line that SGLang logs about it (`sglang.srt.utils.triton_load_watch`).
+# Part of the line that SGLang logs for a compilation (`sglang.srt.utils.triton_load_watch`).
 LOGGED = b"to compile after serving started"
-# Compilations of how many seconds are logged; without this, those of a second or more.
+# Log compilations of this many seconds or more. SGLang's default is a second.
 ENVIRONMENT = {"SGLANG_TRITON_SLOW_COMPILE_THRESHOLD_SECS": "0.05"}
-# Passes until one counts with what was compiled in it.
+# Passes at most; the last one counts, even if kernels were compiled in it.
 TRIES = 4
 
 
 def compilations(log: Path | None, before: int | None = None) -> int | None:
-    """The number of compilations that a server has logged after so many `before`; None without its
-    log."""
+    """The number of compilations that a server has logged since there were `before`; None if its
+    log is not known."""
     return None if log is None else log.read_bytes().count(LOGGED) - (before or 0)
 
 
 class CountsCompilations(Protocol):
-    """A pass, of which it is known how many kernels were compiled in it, or not."""
+    """A pass with the number of kernels that were compiled in it; None if it is not known."""
 
     @property
     def compilations(self) -> int | None: ...
@@ -32,8 +32,8 @@ P = TypeVar("P", bound=CountsCompilations)
 
 
 def measure_settled(measure: Callable[[], P], flush: Callable[[], Any]) -> P:
-    """Measure a pass, and again, after `flush`, while kernels were compiled in it: `TRIES` times at
-    most."""
+    """Measure a pass. Call `flush` and repeat it while kernels were compiled in it, up to `TRIES`
+    passes in all."""
     done = measure()
     for _ in range(TRIES - 1):
         if not done.compilations:
@@ -44,6 +44,6 @@ def measure_settled(measure: Callable[[], P], flush: Callable[[], Any]) -> P:
 
 
 def count_compilations(passes: Sequence[CountsCompilations]) -> int | None:
-    """The number of compilations in passes; None if that of one is not known."""
+    """Return the number of compilations in all passes; None if it is not known for one of them."""
     counts = [measured.compilations for measured in passes if measured.compilations is not None]
     return sum(counts) if len(counts) == len(passes) else None

@@ -48,7 +48,7 @@ def requests_of(messages: Sequence[Message]) -> list[int]:
     ends = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     if messages and messages[-1]["role"] in ("user", "tool"):
         ends.append(len(messages))
-    # Of answers in a row, one is asked for.
+    # If several assistant messages follow each other, only the first one is requested.
     return [end for end in ends if messages[end - 1]["role"] in ("user", "tool")]
 
 
@@ -85,5 +85,5 @@ def _text(content: object) -> str:
         return content
     parts: list[Any] = content if isinstance(content, list) else [content]
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        raise ValueError("content of other kinds than text is not sent")
+        raise ValueError("only text content can be sent")
     return "".join(part["text"] for part in parts)

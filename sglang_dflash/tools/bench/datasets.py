@@ -28,11 +28,11 @@ class Prompt(NamedTuple):
     """A user's turns.
 
     Attributes:
-        chat: whether they go through the chat template; otherwise they are one text to continue, to
-            which each later turn is added after the answer to the turn before.
-        recorded: of a recorded conversation, by turn, all messages before its answer. The answers
-            in it are those of the record, so that all servers read the same.
-        tools: that the chat template is told of.
+        chat: whether the turns go through the chat template. Otherwise they are one text to
+            continue: each later turn is appended to the answer before it.
+        recorded: for a recorded conversation, the messages before the answer of each turn. They
+            hold the recorded answers, so that all servers read the same.
+        tools: passed to the chat template.
     """
 
     turns: tuple[str, ...]
@@ -104,10 +104,10 @@ HUB = {
     ),
 }
 BUILT_IN = ("demo", "stdlib", "chat", "code", "edits")
-# What people ask an assistant; no text of ours was trained on it.
+# Questions to an assistant. No demo model was trained on them.
 CHAT = Path(__file__).parent / "chat.jsonl"
 NAMES = (*BUILT_IN, *HUB)
-# A count that no set reaches.
+# More prompts than any data set has.
 ALL = 10**9
 
 # The library modules that the embedded pairs were not trained on.
@@ -142,7 +142,7 @@ def load(name: str, count: int, *, model: str | None = None, seed: int = 0) -> l
 
 
 def select(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
-    """`count` of them, drawn with a seed, because sets are often ordered by kind."""
+    """Draw `count` prompts with a seed, because data sets are often sorted by subject."""
     return random.Random(seed).sample(prompts, min(count, len(prompts)))
 
 
@@ -150,9 +150,9 @@ class LibraryFunction(NamedTuple):
     """A function of the library.
 
     Attributes:
-        name: of it.
+        name: the function's name.
         lines: its source, not indented.
-        document: lines up to the end of its docstring; 0 without one.
+        document: number of lines up to the end of its docstring; 0 without one.
     """
 
     name: str
@@ -180,8 +180,8 @@ def held_out_functions() -> list[LibraryFunction]:
 
 
 def is_short(function: LibraryFunction) -> bool:
-    """Return whether a small model can be asked about a function: it has a docstring and a public
-    name, and no more than 1200 characters."""
+    """Return whether a small model can work on a function: it has a docstring, a public name and
+    at most 1200 characters."""
     is_public = not function.name.startswith("_")
     return is_public and function.document > 0 and sum(map(len, function.lines)) <= 1200
 
@@ -209,16 +209,16 @@ def _ask_about(name: str, function: LibraryFunction) -> Prompt:
 
 
 def repeat_prompts(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """At least `count` prompts: all of them, over and over if there are fewer."""
+    """Return all prompts, repeated from the beginning until there are at least `count`."""
     return list(islice(cycle(prompts), max(count, len(prompts))))
 
 
 def from_file(path: Path) -> list[Prompt]:
     """Prompts of a file: JSON on each line, or one list in JSON as ShareGPT's.
 
-    `{"prompt": TEXT}` is continued as it is, all else goes through the chat template: `{"turns":
-    [TEXT, ...]}`, and recorded conversations, `{"messages": [...]}` and `{"conversations": [...]}`,
-    whose every answer is asked for after what was recorded before it.
+    `{"prompt": TEXT}` is continued as it is. All others go through the chat template: `{"turns":
+    [TEXT, ...]}`, and recorded conversations, `{"messages": [...]}` and `{"conversations": [...]}`.
+    Each answer of a recorded conversation is requested after the messages recorded before it.
 
     Raises:
         ConfigError: no such file, it is not UTF-8, or a row is none of these.
@@ -231,7 +231,7 @@ def from_file(path: Path) -> list[Prompt]:
         required = f"it cannot be read ({cut(str(error))})"
         raise ConfigError("dataset_file", str(path), required) from error
     parsed = [_parse_row(row, where) for where, row in _rows(text, path)]
-    # ShareGPT has conversations in which there is nothing to answer.
+    # Some conversations of ShareGPT hold nothing to answer.
     prompts = [prompt for prompt in parsed if prompt.turns]
     if not prompts:
         raise ConfigError("dataset_file", str(path), "it holds no prompt")
@@ -244,7 +244,7 @@ def _rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
         try:
             rows = json.loads(text)
         except ValueError as error:
-            required = f"it begins as a list in JSON and is none ({cut(str(error))})"
+            required = f"it begins like a JSON list, but is not valid JSON ({cut(str(error))})"
             raise ConfigError("dataset_file", str(path), required) from error
         yield from ((f"entry {number}", row) for number, row in enumerate(rows, 1))
         return
@@ -308,11 +308,11 @@ def encode_turn(
     """Token ids of the next turn of a prompt.
 
     Args:
-        tokenizer: of Transformers.
-        thinking: what the chat template is told, "on" or "off"; None to leave it to the template.
+        tokenizer: a tokenizer of Transformers.
+        thinking: "on" or "off", passed to the chat template; None for the template's default.
 
     Raises:
-        ConfigError: a chat, and the tokenizer has no chat template.
+        ConfigError: the prompt is a chat, and the tokenizer has no chat template.
     """
     from sglang_dflash.tools.transformers_loop.pair import chat_tokens
 

@@ -1,4 +1,4 @@
-"""Differences between the answers of two arms, and whether the first token that differs was a
+"""Differences between the answers of arms, and a check whether the first differing token was a
 near-tie."""
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from sglang_dflash.tools.bench.load import Answer, BenchPass, Endpoint, SGLang, 
 
 # Data set and concurrency -> arm -> one pass per round. All arms have the same order of prompts.
 Runs = dict[tuple[str, int], dict[str, list[BenchPass]]]
-# Log-probabilities that rounding may bring into either order: of float32, whose sums over a
-# thousand terms differ in the sixth digit, and of 16 bits, where logits of 16 to 32 are multiples
-# of 0.125.
+# Rounding may swap tokens whose log-probabilities are this close. In float32, sums over a thousand
+# terms differ in the sixth digit; in 16 bits, logits between 16 and 32 are multiples of 0.125.
 _NEAR_FLOAT32, _NEAR_16_BITS = 1e-3, 0.25
 
 
@@ -22,9 +21,9 @@ class Difference(NamedTuple):
     """The first place where an answer is not the first arm's.
 
     Attributes:
-        before: the first arm's answers to the turns before that one.
-        answer: the first arm's answer to that turn.
-        place: of a token, or of a character if a server names no token ids.
+        before: the first arm's answers to earlier turns.
+        answer: the first arm's answer to the turn that differs.
+        place: index of the first differing token; of the character if a server sends no token ids.
     """
 
     arm: str
@@ -46,7 +45,7 @@ class Difference(NamedTuple):
 
 
 def differences(runs: Runs) -> dict[str, list[Difference]]:
-    """Arm after the first -> where its answers differ from the first arm's of the same round."""
+    """Return each other arm's differences from the first arm's answers of the same round."""
     differing: dict[str, list[Difference]] = {}
     for (dataset, concurrency), by_arm in runs.items():
         first_arm, *other_arms = by_arm
@@ -65,7 +64,8 @@ def differences(runs: Runs) -> dict[str, list[Difference]]:
 
 
 def _first_difference(expected: list[Answer], actual: list[Answer]) -> tuple[int, int, bool] | None:
-    """Turn and place, and whether it is a token's. Later turns have different histories."""
+    """Return turn, place and `is_token` of the first difference, or None. Later turns are not
+    compared: their histories differ."""
     for turn, (a, b) in enumerate(zip(expected, actual, strict=True)):
         is_token = a.ids is not None and b.ids is not None
         x, y = (a.ids or (), b.ids or ()) if is_token else (a.text, b.text)
@@ -106,10 +106,12 @@ class NearTie:
 def near_tie(
     difference: Difference, prompt: Any, endpoints: Mapping[str, Endpoint], is_float32: bool
 ) -> NearTie | None:
-    """Ask the servers of both arms for the place of a greedy answer; None if one cannot tell.
+    """Ask the servers of both arms for the gap at the first differing token of a greedy answer.
+
+    Returns None if a server does not report log-probabilities.
 
     Args:
-        prompt: what the first arm was sent before the answer.
+        prompt: the prompt of the answer, as the first arm got it.
         endpoints: arm -> its server.
     """
     servers = {arm: endpoints.get(arm) for arm in (difference.first, difference.arm)}

@@ -54,8 +54,10 @@ class Answer:
 class BenchPass:
     """All prompts answered once.
 
-    `answers`: by prompt, then by turn; `seconds`: from the first request to the last answer;
-    `compilations`: of kernels, by the server in that time (None if it is not known).
+    Attributes:
+        seconds: from the first request to the end of the last answer.
+        answers: by prompt, then by turn.
+        compilations: kernels that the server compiled in that time; None if it is not known.
     """
 
     seconds: float
@@ -65,7 +67,7 @@ class BenchPass:
 
     @property
     def all_answers(self) -> list[Answer]:
-        """The answers in this order."""
+        """All answers, by prompt, then by turn."""
         return [answer for turns in self.answers for answer in turns]
 
     @property
@@ -136,7 +138,8 @@ class SGLang:
             meta = chunk["meta_info"]
             if first_token_at is None and meta["completion_tokens"]:
                 first_token_at = time.perf_counter()
-            # All tokens so far or only new tokens, by a server flag. The first chunk is both.
+            # A chunk holds all tokens so far, or only new ones: a server flag decides. The first
+            # chunk is both.
             is_cumulative = len(chunk["output_ids"]) == meta["completion_tokens"]
             ids = chunk["output_ids"] if is_cumulative else ids + chunk["output_ids"]
             # A server without a tokenizer sends none.
@@ -154,7 +157,8 @@ class SGLang:
         return Answer(text, tuple(ids), len(ids), first_token_at - began, ended - began, steps)
 
     def flush(self) -> bool:
-        """Forget cached prefixes, so that a prompt costs the same each time. False on failure."""
+        """Empty the prefix cache, so that a prompt costs the same each time. Returns False if the
+        server refuses."""
         return send_request("POST", f"{self.url}/flush_cache", params={"timeout": 30}).ok
 
     def info(self) -> ServerInfo:
@@ -171,7 +175,7 @@ class SGLang:
         return labels
 
     def count_steps(self) -> VerifySteps:
-        """Steps without drafts so far, which an answer's own count includes."""
+        """Count the steps without drafts so far: the counts of answers include them."""
         report = self.info()
         steps, tokens = map(report.values, ("undrafted_steps", "undrafted_tokens"))
         return VerifySteps(sum(steps), sum(tokens))
@@ -194,7 +198,7 @@ class OpenAI:
     """
 
     SEED: ClassVar = "seed"
-    # What requests have beyond the API.
+    # Fields of a request beyond the API.
     MORE: ClassVar[Mapping[str, Any]] = {}
 
     url: str
@@ -251,7 +255,7 @@ class OpenAI:
         return labels | ({SEEDED: NOT_KNOWN} if self.sampling["temperature"] else {})
 
     def count_steps(self) -> VerifySteps:
-        """The API counts no steps."""
+        """Return no steps: the API does not count them."""
         return VerifySteps()
 
     def speculation(self, answers: list[Answer], counted: VerifySteps) -> VerifySteps:
@@ -266,7 +270,7 @@ class VLLM(OpenAI):
     MORE: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}
 
     def count_steps(self) -> VerifySteps:
-        """Verify steps so far. Tokens that no request keeps are among those that it counts."""
+        """Count verify steps so far. vLLM's count includes tokens that no request keeps."""
         page = send_request("GET", f"{self.url}/metrics").text
 
         def of(series: str) -> int:
@@ -277,7 +281,7 @@ class VLLM(OpenAI):
         return VerifySteps(drafts, drafts + of("accepted_tokens"))
 
     def describe(self) -> dict[str, str]:
-        """See `SGLang.describe`. In development mode it tells all."""
+        """See `SGLang.describe`. All labels are known in vLLM's development mode only."""
         labels = super().describe()
         version = send_request("GET", f"{self.url}/version")
         if version.ok:
@@ -301,8 +305,8 @@ class VLLM(OpenAI):
 
 
 def pair_label(target: str | None, draft: str | None) -> str:
-    """A pair, for reading."""
-    # A hub name has two parts; of a folder's path the rest tells nothing to others.
+    """The names of a pair for a report."""
+    # A hub name has two parts. The first parts of a folder's path tell nothing to others.
     names = ["/".join(Path(path).parts[-2:]) for path in (target, draft) if path]
     return " with draft ".join(names) or NOT_KNOWN
 
@@ -365,7 +369,7 @@ def run(
     ask: Callable[[Endpoint, Prompt, list[str]], Answer],
     on_answer: Callable[[], Any] = lambda: None,
 ) -> BenchPass:
-    """Every prompt once, at most `concurrency` conversations at a time.
+    """Send every prompt once, at most `concurrency` conversations at a time.
 
     Args:
         ask: sends the next turn of a prompt, given the answers to the turns before it.

@@ -52,8 +52,11 @@ DEFAULTS: dict[str, Any] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status. Of several ranks, the first prints warnings and
-    figures. Each prints its error: torchrun ends all ranks with the first one that fails."""
+    """Measure and print the figures. Returns the exit status.
+
+    Only the first rank prints warnings and figures. Every rank prints its own error: torchrun ends
+    all ranks when the first one fails.
+    """
     parser = command_line()
     values = given(parser.parse_args(argv), BenchSettings)
     if not {"backend", "target"} <= set(values):
@@ -65,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_first = os.environ.get("RANK", "0") == "0"
         for line in without_effect(settings, values) if is_first else ():
             print(f"warning: {line}", file=sys.stderr)
-        # A data set or a file of prompts, in an order that the seed decides.
+        # One data set or one file, shuffled by the seed.
         ((name, prompts),) = load_prompts(settings, datasets.ALL).items()
         if settings.backend == "transformers":
             # As in `sglang-dflash generate`.
@@ -111,7 +114,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def settings_of(fields: Mapping[str, Any]) -> BenchSettings:
-    """Raises ConfigError: a value is out of range, or two do not go together."""
+    """Make the settings. Raises ConfigError if a value is out of range or does not fit another."""
     of_all = {"num_prompts": datasets.ALL} if fields["backend"] == "transformers" else {}
     settings = BenchSettings(**{**DEFAULTS, **of_all, **fields})
     if not settings.dataset and settings.dataset_file is None:
@@ -126,7 +129,7 @@ def settings_of(fields: Mapping[str, Any]) -> BenchSettings:
 
 
 def without_effect(settings: BenchSettings, fields: Mapping[str, Any]) -> list[str]:
-    """A line for every flag that was given and changes nothing."""
+    """Return a line for each flag that was given and has no effect."""
     unread = FOR_SERVERS if settings.backend == "transformers" else FOR_PAIRS
     lines = [
         f"{names.split()[0]} has no effect with --backend {settings.backend}"
@@ -142,7 +145,7 @@ def without_effect(settings: BenchSettings, fields: Mapping[str, Any]) -> list[s
 def show(
     settings: BenchSettings, result: dict[str, Any], lines: list[str], answers: list[dict[str, Any]]
 ) -> None:
-    """Print the summary, and write figures and answers to the output file if there is to be one."""
+    """Print the summary. Write figures and answers to `settings.output_file` if it is given."""
     print("\n".join(lines))
     if settings.output_file is not None:
         text = json.dumps({**result, "answers": answers}, indent=1)
@@ -159,7 +162,7 @@ def measure_server(
         Failed: the server refused a request or broke off.
     """
     count, (concurrency,) = settings.num_prompts, settings.levels
-    # Warm-up prompts are not measured, unless the data set is too small. Of each the first turn.
+    # Only first turns are sent. Warm-up prompts are not measured, unless the data set is small.
     first_turns = (prompt._replace(turns=prompt.turns[:1]) for prompt in cycle(available))
     prompts = list(islice(first_turns, concurrency + count))
     server = _endpoint(settings)
@@ -190,7 +193,7 @@ def measure_server(
 
 
 def _endpoint(settings: BenchSettings) -> Endpoint:
-    """Raises Failed if the server is of another kind than the backend."""
+    """Return the endpoint. Raises Failed if the server is not of the backend's kind."""
     server = load.endpoint(settings.url)
     if settings.backend == "vllm":
         thinking = settings.thinking == "on"

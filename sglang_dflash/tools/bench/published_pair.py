@@ -1,5 +1,5 @@
 """The published benchmark over Transformers: plain decoding and DFlash on the same prompts, timed
-without the prefill, and shared out over the ranks of torchrun."""
+without the prefill. The ranks of torchrun share the prompts."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class PairAnswer:
     """One turn of a prompt.
 
     Attributes:
-        tokens: DFlash's answer, the first one by the prefill.
-        committed: tokens of the answer that each verify step gave.
+        tokens: DFlash's answer; its first token comes from the prefill.
+        committed: number of the answer's tokens from each verify step.
         same: whether plain decoding gives the same answer.
         plain_s, dflash_s: seconds per token, without the target's prefill.
     """
@@ -56,7 +56,7 @@ class PairAnswer:
 def measure_pair(
     settings: BenchSettings, name: str, available: list[Prompt]
 ) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]] | None:
-    """The figures, their summary, and the answers; None on all but the first of torchrun's ranks.
+    """Measure a pair. Returns figures, their summary and the answers; None except on rank 0.
 
     Args:
         name, known: the data set and its prompts.
@@ -89,7 +89,7 @@ def measure_pair(
 def _measure(
     settings: BenchSettings, rank: int, ranks: int, prompts: list[Prompt]
 ) -> tuple[list[PairAnswer], int]:
-    """This rank's answers, and the tokens that a step verifies."""
+    """Return this rank's answers, and the number of tokens that a step verifies."""
     options = Options(verify_block=settings.verify_block, window=settings.window)
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
     dtype = None if settings.dtype == "auto" else settings.dtype
@@ -116,7 +116,7 @@ def _measure(
 def plain_generate(
     target: Any, start: Prefill, max_new_tokens: int, stops: tuple[int, ...], choose: Sampler
 ) -> list[int]:
-    """Decode token by token after a prefill, which is left as it was."""
+    """Decode token by token after a prefill. The prefill's cache is rolled back at the end."""
     length = len(start.target_hidden)
     at = torch.tensor([length - 1], device=start.logits.device)
     cache, next_token = TargetCache(target, start.kv), choose(start.logits, at)
@@ -138,7 +138,7 @@ def answer_turn(
     answers: list[str],
     limit: int,
 ) -> PairAnswer:
-    """The next turn of prompt `index`, in both ways, with at most `limit` new tokens."""
+    """Answer the next turn of prompt `index` by both ways of decoding, `limit` tokens at most."""
     stops = pair.stop_token_ids
     ids = encode_turn(pair.tokenizer, prompt, answers, settings.thinking)
     start = prefill(pair.draft, pair.target, torch.tensor([ids], device=pair.draft.device))

@@ -24,10 +24,10 @@ class Measurements:
 
     Attributes:
         kept_prefixes: arms whose prefix cache could not be emptied between passes.
-        servers: description of each arm's server by itself: `load.SGLang.describe`.
-        start_s: seconds from the start of a server until it served, for servers started here.
+        servers: arm -> labels that its server reports (`load.SGLang.describe`).
+        start_s: arm -> seconds until its server was ready, for servers started here.
         at_once: whether all servers ran at once.
-        near_ties: arm -> the near-tie of its first answer that differs, if that can be told.
+        near_ties: arm -> check of the first differing token, if its server could be asked.
     """
 
     runs: Runs = field(default_factory=dict)
@@ -71,8 +71,8 @@ def percentiles(answers: Sequence[Answer]) -> dict[str, float | None]:
 def row(passes: list[BenchPass]) -> dict[str, Any]:
     """Figures of one arm at one concurrency over all rounds.
 
-    `output_tok_s` is the median over rounds, with the least and the most beside it. Times are of
-    all answers, in milliseconds: to the first token, and per token after it (a mean per answer).
+    `output_tok_s` is the median over rounds, beside its minimum and maximum. Times are over all
+    answers, in milliseconds: to the first token, and per later token (the mean of each answer).
     `compiled_while_measured`: see `count_compilations`.
     """
     answers = [answer for each_pass in passes for answer in each_pass.all_answers]
@@ -91,10 +91,10 @@ def row(passes: list[BenchPass]) -> dict[str, Any]:
 
 
 def is_within_noise(a: Sequence[float], b: Sequence[float]) -> bool | None:
-    """Return whether two arms' values over rounds show no difference.
+    """Return whether the difference of two arms is within noise, by their values over rounds.
 
-    They show one if their medians are farther apart than their two ranges (largest less smallest
-    value) together. None if there are fewer than `LEAST_ROUNDS` of either.
+    It is not if their medians are farther apart than the sum of their ranges (maximum - minimum).
+    None if either has fewer than `LEAST_ROUNDS` values.
     """
     if min(len(a), len(b)) < LEAST_ROUNDS:
         return None
@@ -102,15 +102,14 @@ def is_within_noise(a: Sequence[float], b: Sequence[float]) -> bool | None:
 
 
 def rows(runs: Runs) -> list[dict[str, Any]]:
-    """All rows.
+    """All rows of the report.
 
-    `ratio`: median throughput over the first arm's at the same data set and concurrency;
-    None for an arm alone. `within_noise`: whether that is no difference (`is_within_noise`), None
-    for the first arm.
+    `ratio`: median throughput divided by the first arm's, for the same data set and concurrency;
+    None if there is one arm. `within_noise`: see `is_within_noise`; None for the first arm.
     """
     table = []
     for (dataset, concurrency), by_arm in runs.items():
-        # From the counts, not from rounded rates.
+        # Ratios are of the exact rates; rows hold rounded ones.
         rates = {
             arm: [each_pass.tokens_per_second for each_pass in passes_of_arm]
             for arm, passes_of_arm in by_arm.items()
@@ -144,7 +143,6 @@ def why_unequal(settings: BenchSettings, servers: Mapping[str, Mapping[str, str]
     if NOT_KNOWN in computed:
         return "arms whose dtype is not known (--dtype names it)"
     if computed != {"float32"}:
-        # They may fall either way.
         return f"near-ties of {' and '.join(sorted(computed))}"
     if {server.get(SEEDED, "on") for server in servers.values()} != {"on"}:
         return "samples of arms without --enable-deterministic-inference"
@@ -164,7 +162,7 @@ def summarize(
 
     Args:
         prompts: the number of prompts by data set.
-        distinct: those of them that are not repetitions.
+        distinct: the number of different prompts by data set.
     """
     runs, simulated = measured.runs, settings.simulated_acceptance
     differing = None
@@ -200,7 +198,7 @@ def summarize(
 
 
 def _width(settings: BenchSettings, measured: Measurements) -> str | None:
-    """Say in words that the arm dflash does not have a server's default width; None if it has."""
+    """Return a note that the arm dflash does not have a server's default width; None if it has."""
     is_cpu = any(server["device"].startswith("CPU") for server in measured.servers.values())
     if not (is_cpu and settings.verifies_whole_blocks):
         return None
@@ -213,7 +211,7 @@ def _width(settings: BenchSettings, measured: Measurements) -> str | None:
 def _outputs(
     settings: BenchSettings, measured: Measurements, differing: dict[str, int] | None
 ) -> str:
-    """Return the result of comparing outputs. `differing`: None if outputs were not compared."""
+    """Describe the comparison of outputs. `differing`: None if outputs were not compared."""
     if differing is None:
         return (
             f"acceptance is SIMULATED at {settings.simulated_acceptance:g} tokens per step: "
@@ -273,7 +271,7 @@ def card(result: dict[str, Any]) -> list[str]:
 
 
 def _repeated(result: dict[str, Any]) -> list[str]:
-    """A line for each data set with prompts that are sent more than once in a pass."""
+    """Return a line for each data set whose prompts were repeated within a pass."""
     return [
         f"repeated: {name} has {distinct} prompts, sent over and over; what is repeated comes from "
         "the servers' prefix caches, so TTFT and tok/s of all arms are better than with as many "
@@ -284,7 +282,7 @@ def _repeated(result: dict[str, Any]) -> list[str]:
 
 
 def _compiled(result: dict[str, Any]) -> list[str]:
-    """A line for each arm and level whose rounds were stalled by compilations."""
+    """Return a line for each row whose rounds waited for compilations."""
     return [
         f"compiled while measured: {row['arm']}, {row['dataset']}, {row['concurrency']} at a time: "
         f"{row['compiled_while_measured']} kernels; its tok/s are too low"
@@ -294,7 +292,7 @@ def _compiled(result: dict[str, Any]) -> list[str]:
 
 
 def _servers(result: dict[str, Any]) -> list[str]:
-    """A line for each arm's server, and one for what all of them have in common."""
+    """Return a line of labels for each arm's server, and one for the labels that all share."""
     servers, common = result["servers"], dict[str, str]()
     for name in next(iter(servers.values())):
         values = {server[name] for server in servers.values()}

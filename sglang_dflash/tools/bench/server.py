@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FlagValue = str | int | float | bool | tuple[str | int | float, ...]
 
 
-# Of the KV cache of a demo pair's server.
+# Tokens in the KV cache of a demo pair's server.
 KV_TOKENS = 16384
 
 
@@ -53,13 +53,13 @@ class Program(Protocol):
         """All environment variables of its process."""
 
     def serves(self, url: str, log: Path) -> bool:
-        """Return whether the server answers requests by now."""
+        """Return whether the server is ready for requests."""
 
     def explain_failure(self, how: str, log: Path) -> str:
-        """Return why the server does not serve, by its log.
+        """Return a message that says why the server is not ready, from its log.
 
         Args:
-            how: the process's state, as it reports it.
+            how: the state of its process, such as "ended with status 1".
         """
 
     def endpoint(self, url: str, log: Path) -> Endpoint:
@@ -95,7 +95,7 @@ class ServerConfig:
         return {**os.environ, **self.env}
 
     def serves(self, url: str, log: Path) -> bool:
-        # Written once the warm-up request has been answered.
+        # SGLang logs this line when its warm-up request has been answered.
         return "ready to roll" in log.read_text(errors="replace")
 
     def explain_failure(self, how: str, log: Path) -> str:
@@ -126,8 +126,8 @@ def dflash_flags(draft: str) -> dict[str, FlagValue]:
 
 
 def default_dtype(accelerator: bool) -> str:
-    """Return the dtype that servers compute in: float32, to be exact, but on a GPU, where SGLang's
-    kernels take 16 bits only."""
+    """Return the default dtype of servers: float32, in which outputs must be equal; bfloat16 on a
+    GPU, where SGLang's kernels take 16 bits only."""
     return "bfloat16" if accelerator else "float32"
 
 
@@ -144,8 +144,8 @@ def demo_config(pair: DemoPair, *, dflash: bool, accelerator: bool = False) -> S
     return ServerConfig(flags | dflash_flags(str(pair.draft)) if dflash else flags)
 
 
-# What a server says if another one listens on its port: uvicorn, which then waits for ever, and
-# our own check.
+# Log lines of a server whose port is taken: uvicorn's, which then waits forever, and that of our
+# own check.
 _PORT_TAKEN = ("error while attempting to bind on address", "another program listens there")
 
 
@@ -249,7 +249,7 @@ class ServerProcess:
 
 
 class Server(ServerProcess):
-    """An SGLang server that is asked by its own API."""
+    """An SGLang server, with requests of its own API."""
 
     config: ServerConfig
 
@@ -302,8 +302,8 @@ def together(servers: Iterable[ServerProcess]) -> Iterator[None]:
 
 @contextmanager
 def sigterm_as_exit() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that servers end with this process as they do on Ctrl-C: they
-    have sessions of their own, which it does not reach. For the main thread only."""
+    """Raise SystemExit on SIGTERM, so that servers end with this process as they do on Ctrl-C.
+    They run in sessions of their own, which the signal does not reach. Main thread only."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

