@@ -18,17 +18,17 @@ from sglang_dflash.plugins.platform_cpu import ATTENTION_BACKEND
 
 # Queries per attention call: bounds the mask of a long prefill to QUERY_CHUNK x context.
 QUERY_CHUNK = 512
-# Of so few rows in its last 32, SDPA computes some in another order than among more rows.
+# If the last block of 32 rows has fewer rows than this, SDPA sums some of them in another order.
 FEW_ROWS = 8
-# Elements that torch computes at a time, whatever the CPU: a multiple of its vectors.
+# Elements that torch computes at a time: a multiple of the vector length of every CPU.
 WHOLE = 64
 
 
 def padded_columns(tokens: int) -> int:
-    """Columns that a context of so many tokens is padded to.
+    """Return the number of columns to which a context of `tokens` tokens is padded.
 
-    SDPA sums over columns in blocks whose borders move with their number, unless it is one of
-    these: then a query's result has the same bits, whatever the padding.
+    SDPA sums over blocks of columns whose borders depend on the number of columns. With these
+    numbers, a query's result has the same bits whatever the padding.
     """
     for columns in (64, 128):
         if tokens <= columns:
@@ -37,18 +37,18 @@ def padded_columns(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Queries of one attention call: as many of each of R requests.
+class AttentionCall:
+    """Queries of one attention call: the same number of queries for each of R requests.
 
     Attributes:
-        rows: their query rows, request after request.
-        count: queries of a request, n.
-        first: positions of each request's first query, int64 `[R]`.
-        length: how many tokens each request has, int64 `[R]`.
+        rows: rows of the queries in the batch, request after request.
+        count: queries per request, n.
+        first: position of each request's first query, int64 `[R]`.
+        length: number of tokens of each request, int64 `[R]`.
         slots: KV slots of each request's tokens, int64 `[R * C]`. The last one is repeated up to
-            the padded length: what it holds is finite if the request's own tokens are.
-        sliding: those of sliding layers, which may have a pool of their own.
-        masks: made by the first layer that needs them, shared by the others.
+            the padded length, so that padding holds finite values if the request does.
+        sliding: slots for sliding layers, which may have a pool of their own.
+        masks: filled by the first layer that needs a mask, shared by the others.
     """
 
     rows: slice | Tensor
@@ -60,10 +60,10 @@ class Piece:
     masks: dict[tuple[int, int | None, bool], Tensor] = field(default_factory=dict)
 
     def mask(self, groups: int, window: int | None, causal: bool, dtype: torch.dtype) -> Tensor:
-        """Return the mask that is added to scores, `[R, 1, 1 or rows, C]`: 0, or -inf for what is
-        not seen.
+        """Return the mask that is added to scores, `[R, 1, 1 or rows, C]`: 0 for visible columns,
+        -inf for others.
 
-        The rows are g x n, `groups` of the queries, and those that `few_rows` adds.
+        The rows are g x n (`groups` times the queries), plus those that `missing_rows` adds.
         """
         key = (groups, window, causal)
         if key not in self.masks:
@@ -78,20 +78,27 @@ class Piece:
                 seen = (columns < self.length[:, None, None]).expand(-1, self.count, -1)
             mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
             if self.count > 1:
-                mask = F.pad(mask.repeat(1, groups, 1), (0, 0, 0, few_rows(groups * self.count)))
+                added = missing_rows(groups * self.count)
+                mask = F.pad(mask.repeat(1, groups, 1), (0, 0, 0, added))
             self.masks[key] = mask[:, None]
         return self.masks[key]
 
 
-def few_rows(rows: int) -> int:
-    """Rows to add, so that those there have the bits that they have among more."""
+def missing_rows(rows: int) -> int:
+    """Return the number of padding rows with which SDPA gives all rows the same bits as in a larger
+    call."""
     return -rows % FEW_ROWS if 0 < rows % 32 < FEW_ROWS else 0
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The tokens that a forward computes, request by request: their table rows, tokens before, and
-    tokens of the forward."""
+class BatchLayout:
+    """The tokens that a forward computes, by request.
+
+    Attributes:
+        requests: row of each request in the request-to-token table, int64.
+        prefixes: tokens of each request before this forward.
+        counts: tokens of each request in this forward.
+    """
 
     requests: Tensor
     prefixes: list[int]
@@ -99,17 +106,20 @@ class Layout:
 
 
 class CpuAttentionBackend(AttentionBackend):
-    """A request's result has the same bits beside any others: requests that are computed in one
-    call have contexts of the same padded length, which depends on their own length only."""
+    """Attention whose results have the same bits whatever else is in the batch.
+
+    Requests of one call have the same padded context length, which depends on their own length
+    only.
+    """
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         if model_runner.use_mla_backend:
-            attend_in_the_latent_space()
+            use_latent_attention()
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self.layout = Layout(torch.empty(0, dtype=torch.int64), [], [])
-        self.pieces: dict[bool, list[Piece]] = {}
+        self.layout = BatchLayout(torch.empty(0, dtype=torch.int64), [], [])
+        self.pieces: dict[bool, list[AttentionCall]] = {}
         self.write_loc: Any = None
 
     def support_triton(self) -> bool:
@@ -138,16 +148,16 @@ class CpuAttentionBackend(AttentionBackend):
                 forward_batch.extend_prefix_lens.tolist(),
                 forward_batch.extend_seq_lens.tolist(),
             )
-        self.layout = Layout(forward_batch.req_pool_indices.long(), prefixes, counts)
+        self.layout = BatchLayout(forward_batch.req_pool_indices.long(), prefixes, counts)
 
     def _sliding(self, slots: Tensor) -> Tensor:
-        """The slots of the same tokens for sliding layers. Those of tokens that have left every
-        window are gone: the slot for padding stands for them."""
+        """Translate slots for sliding layers. Tokens that have left every window have no slot left,
+        and get the padding slot."""
         pool = self.token_to_kv_pool
         return pool.translate_loc_from_full_to_swa(slots) if isinstance(pool, SWAKVPool) else slots
 
-    def _pieces(self, causal: bool) -> list[Piece]:
-        """The forward's attention calls. Without causality every query sees the whole request."""
+    def _pieces(self, causal: bool) -> list[AttentionCall]:
+        """The forward's attention calls. If not causal, every query sees the whole request."""
         if causal not in self.pieces:
             self.pieces[causal] = [
                 self._piece(*key, *members) for key, members in self._calls(causal).items()
@@ -155,8 +165,12 @@ class CpuAttentionBackend(AttentionBackend):
         return self.pieces[causal]
 
     def _calls(self, causal: bool) -> dict[tuple[int, int], tuple[list[int], ...]]:
-        """Padded columns and queries of a call -> of its requests their number, their first row,
-        the position of their first query, and their length."""
+        """Group queries into attention calls.
+
+        Returns:
+            `(padded columns, queries per request)` -> four lists with an element per request: its
+            index, its first query row, the position of its first query, its length.
+        """
         calls: dict[tuple[int, int], tuple[list[int], ...]] = {}
         row = 0
         for request, (prefix, count) in enumerate(
@@ -167,10 +181,9 @@ class CpuAttentionBackend(AttentionBackend):
                 length = prefix + (start + queries if causal else count)
                 key = (padded_columns(length), queries)
                 members = calls.setdefault(key, ([], [], [], []))
-                for of, value in zip(
-                    members, (request, row + start, prefix + start, length), strict=True
-                ):
-                    of.append(value)
+                member = (request, row + start, prefix + start, length)
+                for values, value in zip(members, member, strict=True):
+                    values.append(value)
             row += count
         return calls
 
@@ -182,7 +195,7 @@ class CpuAttentionBackend(AttentionBackend):
         rows: list[int],
         first: list[int],
         lengths: list[int],
-    ) -> Piece:
+    ) -> AttentionCall:
         length = torch.tensor(lengths)
         at = torch.arange(columns).minimum(length[:, None] - 1)
         table_rows = self.layout.requests[requests]
@@ -194,7 +207,7 @@ class CpuAttentionBackend(AttentionBackend):
             if adjacent
             else (torch.tensor(rows)[:, None] + torch.arange(count)).flatten()
         )
-        return Piece(where, count, torch.tensor(first), length, slots, self._sliding(slots))
+        return AttentionCall(where, count, torch.tensor(first), length, slots, self._sliding(slots))
 
     def forward_extend(
         self,
@@ -204,19 +217,19 @@ class CpuAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: Any,
         save_kv_cache: bool = True,
-        **others: Any,
+        **options: Any,
     ) -> Tensor:
         """q `[N, H * D]`, k and v `[N, G * D]` of this forward's tokens; returns `[N, H * Dv]`.
 
         Args:
-            others: of these, `sinks` `[H]` are logits that a head has learned (see `attend`).
+            options: `sinks` `[H]` are learned logits, one per head (see `attend`).
 
         Raises:
-            NotImplementedError: the layer is a cross attention, chooses the tokens that it sees, or
-                caps its logits.
+            NotImplementedError: the layer is a cross attention, selects the tokens that it attends
+                to, or caps its logits.
         """
-        _check(layer, others)
-        sinks = others.get("sinks")
+        _check(layer, options)
+        sinks = options.get("sinks")
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, self.write_loc, k, v)
@@ -235,22 +248,22 @@ class CpuAttentionBackend(AttentionBackend):
     forward_decode = forward_extend
 
 
-def _check(layer: RadixAttention, others: dict[str, Any]) -> None:
+def _check(layer: RadixAttention, options: dict[str, Any]) -> None:
     refused = {
         "cross attention": layer.is_cross_attention,
         "a cap on attention logits": layer.logit_cap,
-        "attention to chosen tokens": others.get("topk_indices") is not None,
-        "a sink of latent attention": others.get("attn_sink") is not None,
+        "attention to chosen tokens": options.get("topk_indices") is not None,
+        "a sink of latent attention": options.get("attn_sink") is not None,
     }
-    for kind, asked in refused.items():
-        if asked:
-            raise NotImplementedError(f"{kind} is not served on the plain-CPU platform")
+    for feature, is_needed in refused.items():
+        if is_needed:
+            raise NotImplementedError(f"{feature} is not served on the plain-CPU platform")
 
 
-def attend_in_the_latent_space() -> None:
-    """Make SGLang's multi-head latent attention (DeepSeek, Kimi, GLM) multiply queries with what is
-    cached in every forward: one K/V head. By default it computes all heads' K and V in a prefill
-    without a prefix, and gives them to the backend instead of the pool's."""
+def use_latent_attention() -> None:
+    """Make SGLang's multi-head latent attention (DeepSeek, Kimi, GLM) attend to the cached latent
+    K/V, one head, in every forward. By default, a prefill without a prefix computes K and V of all
+    heads and passes them to the backend instead of the pool."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 
@@ -261,7 +274,7 @@ def attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    piece: Piece,
+    piece: AttentionCall,
     layer: RadixAttention,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -279,35 +292,35 @@ def attend(
     slots = piece.sliding if slides else piece.slots
     q = q.reshape(requests, count, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     rows = groups * count
-    added, width = few_rows(rows), max(q.shape[-1], values.shape[-1])
-    q = _padded(q, added, width)
+    added, width = missing_rows(rows), max(q.shape[-1], values.shape[-1])
+    q = _pad(q, added, width)
     k, v = (
         t.index_select(0, slots).view(requests, -1, *t.shape[1:]).transpose(1, 2).to(q.dtype)
         for t in (keys, values)
     )
-    k, v = _padded(k, 0, width), _padded(v, 0, width)
+    k, v = _pad(k, 0, width), _pad(v, 0, width)
     mask = piece.mask(groups, window if causal and slides else None, causal, q.dtype)
     if sinks is not None:
         sinks = F.pad(sinks.view(-1, groups).repeat_interleave(count, dim=1), (0, added))
-    out = _weighted(q, k, v, mask, layer.scaling, sinks)[:, :, :rows, : values.shape[-1]]
+    out = _attend_padded(q, k, v, mask, layer.scaling, sinks)[:, :, :rows, : values.shape[-1]]
     out = out.unflatten(2, (groups, count)).permute(0, 3, 1, 2, 4)  # [R, n, G, g, Dv]
     return out.reshape(requests * count, -1)
 
 
-def _padded(x: Tensor, rows: int, width: int) -> Tensor:
-    """`x` `[..., N, D]` with that many rows more, and `width` columns: SDPA has a kernel for CPUs
-    if queries, keys and values have the same number."""
+def _pad(x: Tensor, rows: int, width: int) -> Tensor:
+    """Pad `x` `[..., N, D]` by `rows` rows and to `width` columns. SDPA's CPU kernel needs the same
+    number of columns in queries, keys and values."""
     columns = width - x.shape[-1]
     return F.pad(x, (0, columns, 0, rows)) if rows or columns else x
 
 
-def _weighted(
+def _attend_padded(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """The mean of the values by the softmax of their logits, `[R, G, N, D]`.
+    """Softmax attention, `[R, G, N, D]`.
 
-    `sinks` `[G, N]` join the softmax after its sum is known, which SDPA's kernel for CPUs tells if
-    it is called by its name.
+    `sinks` `[G, N]` are added to the softmax afterwards, through the logarithm of its sum, which
+    SDPA's CPU kernel returns if it is called by its own name.
     """
     if sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
@@ -317,14 +330,14 @@ def _weighted(
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """`torch.sigmoid`, of which an element does not depend on its place: torch computes the last
-    few elements of a tensor one by one, and rounds them otherwise."""
+    """`torch.sigmoid` whose result for an element does not depend on its place. torch computes the
+    last few elements of a tensor one by one, with other rounding."""
     count = x.numel()
     return F.pad(x.flatten(), (0, -count % WHOLE)).sigmoid()[:count].view_as(x)
 
 
 class CpuKVPool(MHATokenToKVPool):
-    """The engine's MHA pool with writes and moves done by indexing instead of Triton kernels."""
+    """SGLang's MHA pool, whose writes and moves are indexing instead of Triton kernels."""
 
     def _init_kv_copy_and_warmup(self) -> None:
         self._kv_copy_config = None

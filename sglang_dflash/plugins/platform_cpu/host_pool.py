@@ -1,7 +1,7 @@
-"""SGLang's hierarchical cache on a plain CPU: what its kernels copy between device and host pool,
-by torch, and host memory that is not pinned.
+"""SGLang's hierarchical cache on a plain CPU: torch copies between device and host pool instead of
+kernels, and host memory that is not pinned.
 
-The io backend makes no difference here. Indices are int64 `[N]`.
+The io backend has no effect here. Indices are int64 `[N]`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 RESERVE = 1 << 30
 
 
-def not_registered(buffer: Tensor, registration_granularity_bytes: int | None = None) -> None:
+def skip_registration(buffer: Tensor, registration_granularity_bytes: int | None = None) -> None:
     """In place of `_cuda_host_register`: there is no device to register memory with."""
 
 
@@ -32,9 +32,9 @@ def load_layer(
     """In place of `MHATokenToKVPoolHost.load_to_device_per_layer`."""
     del device_pool, io_backend
     if is_draft or 0 <= layer_id < host.target_layer_num:
-        there = _places(host, host_indices)
-        host.device_k_buffers[layer_id][device_indices] = host.k_data_refs[layer_id][there]
-        host.device_v_buffers[layer_id][device_indices] = host.v_data_refs[layer_id][there]
+        host_places = _places(host, host_indices)
+        host.device_k_buffers[layer_id][device_indices] = host.k_data_refs[layer_id][host_places]
+        host.device_v_buffers[layer_id][device_indices] = host.v_data_refs[layer_id][host_places]
 
 
 def back_up(
@@ -42,10 +42,10 @@ def back_up(
 ) -> None:
     """In place of `MHATokenToKVPoolHost.backup_from_device_all_layer`."""
     del device_pool, io_backend
-    there = _places(host, host_indices)
+    host_places = _places(host, host_indices)
     buffers = (*host.device_k_buffers, *host.device_v_buffers)
-    for layer, kept in zip(buffers, (*host.k_data_refs, *host.v_data_refs), strict=True):
-        kept[there] = layer[device_indices]
+    for layer, host_layer in zip(buffers, (*host.k_data_refs, *host.v_data_refs), strict=True):
+        host_layer[host_places] = layer[device_indices]
 
 
 def _places(host: Any, indices: Tensor) -> tuple[Tensor, ...]:
@@ -56,7 +56,7 @@ def _places(host: Any, indices: Tensor) -> tuple[Tensor, ...]:
 
 
 def copy_states(original: Any, *args: Any, **named: Any) -> None:
-    """Around both copies of `MambaPoolHost`: by the backend that falls back to torch."""
-    given = inspect.signature(original).bind(*args, **named)
-    given.arguments["io_backend"] = "kernel_ascend"
-    original(*given.args, **given.kwargs)
+    """Around both copies of `MambaPoolHost`: use the io backend that falls back to torch."""
+    bound = inspect.signature(original).bind(*args, **named)
+    bound.arguments["io_backend"] = "kernel_ascend"
+    original(*bound.args, **bound.kwargs)

@@ -1,7 +1,7 @@
-"""SGLang's small layers in as few torch calls as there are. On a CPU a call costs more than the
+"""SGLang's small layers in as few torch calls as possible: on a CPU, a call costs more than the
 arithmetic of a decode step's few rows.
 
-Every operation here gives a row the same bits, whatever rows are beside it.
+Every operation here gives a row the same bits, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from torch import Tensor
 
 
 def register(key: str) -> None:
-    """Make SGLang take these for its fused operations on the platform with that dispatch key."""
+    """Register these functions as SGLang's fused operations for the dispatch key of a platform."""
     from sglang.kernels.fused_op import BaseFusedOp
     from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     forwards = {SiluAndMul: silu_and_mul, RMSNorm: rms_norm, GemmaRMSNorm: gemma_rms_norm}
-    # Subclasses compute other angles, and rotate by them as their base class does.
+    # Subclasses compute other angles, and rotate in the same way as their base class.
     rotaries = [RotaryEmbedding]
-    for kind in rotaries:
-        rotaries += kind.__subclasses__()
-        if kind.forward_native is RotaryEmbedding.forward_native:
-            forwards[kind] = rotate
-    for kind, forward in forwards.items():
-        BaseFusedOp.register_oot_forward(kind, forward, key)
+    for layer_class in rotaries:
+        rotaries += layer_class.__subclasses__()
+        if layer_class.forward_native is RotaryEmbedding.forward_native:
+            forwards[layer_class] = rotate
+    for layer_class, forward in forwards.items():
+        BaseFusedOp.register_oot_forward(layer_class, forward, key)
 
 
 def silu_and_mul(_self: Any, x: Tensor) -> Tensor:
-    """silu(gate) * up `[..., I]` of both side by side, `[..., 2 I]`."""
+    """Return silu(gate) * up, `[..., I]`, for `x` `[..., 2 I]` that holds gate and up."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -44,9 +44,9 @@ def rms_norm(
     post_residual_addition: Tensor | None = None,
     quant_linear: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm of x `[..., E]` or, with a residual, of their sum, and the sum.
+    """Return the RMSNorm of x `[..., E]`; with a residual, that of their sum, and the sum.
 
-    In 16 bits the sum is rounded before it is normalized, as other engines do; SGLang rounds
+    In 16 bits the sum is rounded before it is normalized, as in other engines; SGLang rounds it
     afterwards.
     """
     weight = self.weight
@@ -68,7 +68,7 @@ def gemma_rms_norm(
     residual: Tensor | None = None,
     post_residual_addition: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As `rms_norm`; the weight is stored as its difference from 1."""
+    """Return the same as `rms_norm`, for a weight that is stored as its difference from 1."""
     weight = self.gemma_weight
     if weight.dtype != x.dtype:
         return self.forward_native(x, residual, post_residual_addition)
@@ -95,27 +95,29 @@ def rotate(
     fused_set_kv_buffer_arg: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """RoPE of query `[N, H * D]` and key `[N, G * D]` at int64 positions `[N]`."""
-    whole = self.rotary_dim == self.head_size and self.is_neox_style
-    if not whole or offsets is not None or query.dim() != 2 or positions.dim() != 1:
+    is_plain = self.rotary_dim == self.head_size and self.is_neox_style
+    if not is_plain or offsets is not None or query.dim() != 2 or positions.dim() != 1:
         return self.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
     rotation = _rotation(self, positions, query.dtype)
-    return _rotated(query, rotation, self.head_size), _rotated(key, rotation, self.head_size)
+    return _rotate(query, rotation, self.head_size), _rotate(key, rotation, self.head_size)
 
 
 def _rotation(self: Any, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """cos, cos and -sin, sin of every position, `[2, N, 1, 2, D / 2]`. All layers of a forward have
-    the same positions, and most share this object."""
-    known = self.__dict__.get("plain_cpu_rotation")
-    if known is None or known[1].dtype != dtype or not torch.equal(known[0], positions):
+    """Return (cos, cos) and (-sin, sin) of every position, `[2, N, 1, 2, D / 2]`.
+
+    The result is cached: all layers of a forward have the same positions, and most share `self`.
+    """
+    cached = self.__dict__.get("plain_cpu_rotation")
+    if cached is None or cached[1].dtype != dtype or not torch.equal(cached[0], positions):
         cos, sin = self.cos_sin_cache[positions].to(dtype).chunk(2, dim=-1)
-        both = torch.stack((torch.stack((cos, cos), 1), torch.stack((-sin, sin), 1)))
-        known = positions.clone(), both[:, :, None]
-        # Not through __setattr__: a module would register a buffer.
-        self.__dict__["plain_cpu_rotation"] = known
-    return known[1]
+        cos_and_sin = torch.stack((torch.stack((cos, cos), 1), torch.stack((-sin, sin), 1)))
+        cached = positions.clone(), cos_and_sin[:, :, None]
+        # A module's __setattr__ would register a buffer.
+        self.__dict__["plain_cpu_rotation"] = cached
+    return cached[1]
 
 
-def _rotated(x: Tensor, rotation: Tensor, head_size: int) -> Tensor:
+def _rotate(x: Tensor, rotation: Tensor, head_size: int) -> Tensor:
     halves = x.view(len(x), -1, 2, head_size // 2)
-    # Without a fused multiply-add, whose use depends on where a row lies.
+    # No fused multiply-add: whether torch uses one depends on the place of a row.
     return (halves * rotation[0]).add_(halves.flip(2).mul_(rotation[1])).view(x.shape)

@@ -33,22 +33,22 @@ SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 def model_dtype(original: Any, config: Any, dtype: Any) -> torch.dtype:
-    """Around the choice of a model's dtype: float32 if its weights are to be float16."""
+    """Around the choice of a model's dtype: float32 if its weights will be packed in float16."""
     chosen = original(config, dtype)
-    wanted = dtype.lower() if isinstance(dtype, str) else dtype
-    half = wanted in ("half", "float16", torch.float16)
-    slow = wanted == "auto" and chosen in SIXTEEN_BITS and not has_amx()
+    requested = dtype.lower() if isinstance(dtype, str) else dtype
+    half = requested in ("half", "float16", torch.float16)
+    slow = requested == "auto" and chosen in SIXTEEN_BITS and not has_amx()
     return torch.float32 if packs_float16() and (half or slow) else chosen
 
 
-def pack_model(model: nn.Module, asked: str) -> None:
-    """Pack a loaded model's weights, in place. An embedding that is the lm_head, too, keeps its
-    rows beside the packed ones.
+def pack_model(model: nn.Module, dtype_flag: str) -> None:
+    """Pack a loaded model's weights in place. A tied embedding keeps its own weight beside the
+    packed one.
 
     Args:
-        asked: `--dtype`.
+        dtype_flag: the value of `--dtype`.
     """
-    float16 = asked.lower() != "float32"
+    float16 = dtype_flag.lower() != "float32"
     embedding = UnquantizedEmbeddingMethod
     embeddings = {
         id(layer.weight)
@@ -68,17 +68,17 @@ def pack_model(model: nn.Module, asked: str) -> None:
         layer.quant_method.process_weights_after_loading(layer)
     head: Any = getattr(model, "lm_head", None)
     if type(getattr(head, "quant_method", None)) is UnquantizedEmbeddingMethod:
-        # A tied one is the embedding itself.
+        # A tied lm_head is the embedding itself.
         head.quant_method = PackedHeadMethod(float16, keeps=True)
         head.quant_method.process_weights_after_loading(head)
 
 
-class _Packs:
-    """Packing that both methods share: the weight is packed after each loading.
+class _PackingMethod:
+    """Base of both methods: packs the weight each time it has been loaded.
 
     Args:
-        float16: keep float32 weights in 16 bits.
-        keeps: whether the weight is kept beside the packed one.
+        float16: store float32 weights in 16 bits.
+        keeps: keep the weight beside the packed one.
     """
 
     def __init__(self, float16: bool, keeps: bool) -> None:
@@ -92,7 +92,7 @@ class _Packs:
             return
         layer.__dict__["packed_weight"] = packed
         if not self.keeps:
-            # For loaders, which read its attributes, and for what reads the weight itself.
+            # Loaders read the weight's attributes, and some code reads the weight itself.
             layer.__dict__["loading_attributes"] = dict(vars(weight))
             del layer._parameters["weight"]
             layer.__class__ = _with_weight(cast(Hashable, type(layer)))
@@ -103,7 +103,7 @@ class _Packs:
             del layer.__dict__["packed_weight"]
 
 
-class PackedLinearMethod(_Packs, UnquantizedLinearMethod):
+class PackedLinearMethod(_PackingMethod, UnquantizedLinearMethod):
     """Linear method of a layer with a packed weight."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -111,22 +111,22 @@ class PackedLinearMethod(_Packs, UnquantizedLinearMethod):
         return super().apply(layer, x, bias) if packed is None else packed(x, bias)
 
 
-class PackedHeadMethod(_Packs, UnquantizedEmbeddingMethod):
+class PackedHeadMethod(_PackingMethod, UnquantizedEmbeddingMethod):
     """Embedding method of an lm_head with a packed weight."""
 
 
 def head_logits(original: Any, processor: Any, hidden: Tensor, lm_head: Any, *args: Any,
                 **kwargs: Any) -> Tensor:  # fmt: skip
-    """Around the logits processor's product with the lm_head."""
+    """Around the logits processor's product with the lm_head: use the packed weight."""
     packed = packed_of(lm_head)
-    # SGLang's own ways of other precisions read the weight.
+    # SGLang's paths for other precisions and for LoRA read the weight itself.
     if packed is None or processor.use_fp32_lm_head or hasattr(lm_head, "set_lora"):
         return original(processor, hidden, lm_head, *args, **kwargs)
     return packed(hidden.to(packed.dtype))
 
 
 def update_by_ipc(original: Any, updater: Any, request: Any) -> Any:
-    """Around a weight update that loads without restoring packed weights first."""
+    """Around a weight update through IPC: restore packed weights first, which SGLang leaves out."""
     updater.begin_weight_update()
     try:
         return original(updater, request)
@@ -135,18 +135,19 @@ def update_by_ipc(original: Any, updater: Any, request: Any) -> Any:
 
 
 @cache
-def _with_weight(kind: Any) -> type:
-    """The layer's class with an attribute `weight` that unpacks it when somebody reads it: then it
-    stays, so memory is taken twice, and the next reader does not wait."""
+def _with_weight(layer_class: Any) -> type:
+    """Return a subclass of a layer's class whose `weight` is unpacked when it is first read. It
+    then stays beside the packed weight, so it takes memory, and later reads are fast."""
 
     def weight(layer: Any) -> nn.Parameter:
         if "weight" not in layer._parameters:
             packed = packed_of(layer)
             if packed is None:
                 raise AttributeError("weight")
-            made = nn.Parameter(packed.unpacked(), requires_grad=False)
-            vars(made).update(layer.__dict__["loading_attributes"])
-            layer._parameters["weight"] = made
+            parameter = nn.Parameter(packed.unpacked(), requires_grad=False)
+            vars(parameter).update(layer.__dict__["loading_attributes"])
+            layer._parameters["weight"] = parameter
         return layer._parameters["weight"]
 
-    return type(kind.__name__, (kind,), {"weight": property(weight), "__module__": kind.__module__})
+    members = {"weight": property(weight), "__module__": layer_class.__module__}
+    return type(layer_class.__name__, (layer_class,), members)

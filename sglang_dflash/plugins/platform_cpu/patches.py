@@ -64,14 +64,14 @@ PATCHES = (
          "torch_ops:check_as_amx",
          "SGLang's checks of gpt-oss and Gemma 4 do not know our attention backend.",
          f"{_PROOFS}test_gpt_oss_asks_for_another_attention_backend"),
-        (Kind.REPLACE, "distributed.bootstrap._bind_threads_if_cpu", "torch_ops:no_binding",
+        (Kind.REPLACE, "distributed.bootstrap._bind_threads_if_cpu", "torch_ops:skip_binding",
          "SGLang binds every rank to a NUMA node and refuses to start with fewer nodes than ranks.",
          f"{_PROOFS}test_sglang_needs_a_numa_node_per_rank"),
         (Kind.REPLACE, "distributed.bootstrap._init_cpu_threads_env", "torch_ops:share_cores",
          "SGLang divides the cores among ranks with a kernel of its AMX engine, or not at all.",
          f"{_PROOFS}test_sglang_places_threads_with_an_amx_kernel"),
         (Kind.REPLACE, "model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
-         "torch_ops:no_batch_invariant_kernels",
+         "torch_ops:skip_batch_invariant_kernels",
          "SGLang's deterministic inference needs an accelerator for batch-invariant products.",
          f"{_PROOFS}test_batch_invariant_mode_needs_an_accelerator"),
         (Kind.AROUND, "mem_cache.kv_cache_configurator.KVCacheConfigurator"
@@ -88,7 +88,7 @@ PATCHES = (
          "torch_ops:gather_on_cpu",
          "SGLang calls a custom operator that is registered for accelerators only.",
          f"{_PROOFS}test_all_gather_needs_an_accelerator"),
-        (Kind.AROUND, "models.qwen3_next.Qwen3GatedDeltaNet.__init__", "torch_ops:make_on_the_host",
+        (Kind.AROUND, "models.qwen3_next.Qwen3GatedDeltaNet.__init__", "torch_ops:create_on_host",
          "Qwen3-Next's recurrent layers have parameters on the current GPU.",
          f"{_PROOFS}test_a_norm_of_qwen3_next_is_made_on_a_gpu"),
         # Packed weights.
@@ -108,11 +108,11 @@ PATCHES = (
          "With --enable-strict-thinking no server starts: a mask without a grammar is applied by "
          "kernels only.", f"{_PROOFS}test_a_mask_without_a_grammar_needs_a_kernel"),
         # LoRA.
-        (Kind.AROUND, "lora.lora_manager.LoRAManager.__init__", "torch_ops:without_pinned_memory",
+        (Kind.AROUND, "lora.lora_manager.LoRAManager.__init__", "torch_ops:call_without_pinning",
          "SGLang makes tensors of LoRA layers in pinned memory, which needs an accelerator.",
          f"{_PROOFS}test_lora_layers_need_pinned_memory"),
         (Kind.AROUND, "lora.lora_manager.LoRAManager.prepare_lora_batch",
-         "torch_ops:without_pinned_memory",
+         "torch_ops:call_without_pinning",
          "SGLang makes tensors of LoRA batches in pinned memory, which needs an accelerator.",
          f"{_PROOFS}test_lora_batches_need_pinned_memory"),
         # SGLang's KV canary (--kv-canary).
@@ -120,7 +120,7 @@ PATCHES = (
          "SGLang names the device of a stream, which torch's stand-in for a CPU does not take.",
          f"{_PROOFS}test_a_cpu_stream_takes_no_device"),
         (Kind.AROUND, "kv_canary.runner.future_tensor.FutureTensors.device_to_host",
-         "torch_ops:without_pinned_memory",
+         "torch_ops:call_without_pinning",
          "The canary's counts go to the host by way of pinned memory, which needs an accelerator.",
          f"{_PROOFS}test_the_canarys_counts_need_pinned_memory"),
         # Prefill/decode disaggregation.
@@ -143,7 +143,7 @@ PATCHES = (
          f"{_PROOFS}test_convolution_inputs_are_kept_as_bfloat16"),
         # The hierarchical cache.
         (Kind.REPLACE, "mem_cache.pool_host.common._cuda_host_register",
-         "host_pool:not_registered",
+         "host_pool:skip_registration",
          "SGLang registers the hierarchical cache's host memory with CUDA.",
          f"{_HOST_PROOFS}test_host_memory_is_registered_with_cuda"),
         (Kind.REPLACE, "mem_cache.pool_host.mha.MHATokenToKVPoolHost.load_to_device_per_layer",

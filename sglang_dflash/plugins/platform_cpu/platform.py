@@ -1,7 +1,7 @@
-"""The platform object that SGLang asks for what differs on a plain CPU.
+"""The platform object, which tells SGLang what differs on a plain CPU.
 
-SGLang builds it while its own utilities are still being imported. This module may therefore import
-nothing of SGLang but the platform interface; the methods import the rest.
+SGLang constructs it while its own utilities are still being imported. This module may therefore
+import SGLang's platform interface only; the methods import everything else.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Set the defaults that SGLang has no flag for.
 
-        A scheduler without requests sleeps, as with `--sleep-on-idle`: one that polls takes a core
-        from all that runs beside it. Steps do not overlap, as with `--disable-overlap-schedule`: a
-        CPU computes a step while the scheduler waits, so overlap only sends each token a step
-        later, and runs a step too many for each request.
+        An idle scheduler sleeps (`--sleep-on-idle`): polling would take a whole core. Steps do not
+        overlap (`--disable-overlap-schedule`): the scheduler waits while a CPU computes a step, so
+        overlap would only send each token a step later and run an extra step per request.
         """
         server_args.sleep_on_idle = True
         if os.environ.get(OVERLAP) != "1":

@@ -23,8 +23,8 @@ def register() -> None:
     from sglang_dflash.patches.patch import install
     from sglang_dflash.plugins.platform_cpu.patches import PATCHES
 
-    # Inherited by the scheduler process. HTTP server, tokenizer and detokenizer are processes of
-    # their own and would lose the cores that the scheduler's OpenMP threads spin on.
+    # The scheduler process inherits this. HTTP server, tokenizer and detokenizer are other
+    # processes, and need a core on which no OpenMP thread of the scheduler spins.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
     install(PATCHES)
     if ATTENTION_BACKEND not in choices.DRAFT_ATTENTION_BACKEND_CHOICES:

@@ -1,7 +1,7 @@
-"""Memory of the KV and state pools on a plain CPU: what a laptop can spare, not all that is free.
+"""Memory of the KV and state pools on a plain CPU, where pools must not take all free memory.
 
-SGLang gives its pools what is free on the device, less a reserve. A CPU's memory is the machine's:
-the pools of a model of 6 MB took 9 GB of it.
+SGLang gives its pools all free memory of a device, less a reserve. On a CPU that is the memory of
+the whole machine: the pools of a 6 MB model took 9 GB.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from sglang_dflash.drafting.packed import packed_of
 logger = Log(__name__)
 
 GIB = 1 << 30
-# The pools of a tiny model: some tens of thousands of tokens.
+# The least memory for pools; enough for some ten thousand tokens of a tiny model.
 LEAST_BYTES = 256 << 20
 
 
 def profile_available_bytes(original: Any, configurator: Any, pre_model_load_memory: float) -> int:
     """Around `KVCacheConfigurator._profile_available_bytes`: bytes for the KV pool.
 
-    Recurrent states are taken out first. What a flag sets stays as SGLang sizes it:
-    `--mem-fraction-static` everything, `--max-total-tokens` the KV pool and
-    `--max-mamba-cache-size` the states.
+    The recurrent states' share is subtracted. Pools that a flag sizes stay as SGLang sizes them:
+    all with `--mem-fraction-static`, the KV pool with `--max-total-tokens`, the states with
+    `--max-mamba-cache-size`.
 
     Args:
         pre_model_load_memory: GiB that were free before the weights were loaded.
@@ -34,20 +34,20 @@ def profile_available_bytes(original: Any, configurator: Any, pre_model_load_mem
     Raises:
         ValueError: the states leave nothing for the KV pool.
     """
-    asked = getattr(configurator.server_args, "_raw_input", None) or {}
-    if asked.get("mem_fraction_static") is not None:
+    flags = getattr(configurator.server_args, "_raw_input", None) or {}
+    if flags.get("mem_fraction_static") is not None:
         return original(configurator, pre_model_load_memory)
     free = _sglangs_share(configurator, pre_model_load_memory)
     if free <= 0:
-        # It raises, and says why.
+        # SGLang raises an error that says why.
         return original(configurator, pre_model_load_memory)
     weights = weight_bytes(configurator.model)
-    # As much as the weights take.
+    # The pools get as much memory as the weights take.
     spared = min(free, max(LEAST_BYTES, weights) / GIB)
-    sized_states = asked.get("max_mamba_cache_size") is not None
+    sized_states = flags.get("max_mamba_cache_size") is not None
     states = _state_gib(configurator, free if sized_states else spared)
     kv = spared if sized_states else spared - states
-    if asked.get("max_total_tokens") is not None:
+    if flags.get("max_total_tokens") is not None:
         kv = free - states
     kv = min(kv, free - states)
     if kv <= 0:
@@ -56,7 +56,7 @@ def profile_available_bytes(original: Any, configurator: Any, pre_model_load_mem
             f"{spared:.2f} GiB that the pools get on a CPU; lower --max-running-requests, or give "
             "--mem-fraction-static to set the pools' share of memory"
         )
-    if asked.get("max_total_tokens") is None:
+    if flags.get("max_total_tokens") is None:
         logger.info(
             "the pools get %.0f MiB of %.1f GiB that are free (recurrent states "
             "%.0f MiB, KV at most %.0f MiB); --mem-fraction-static or --max-total-tokens sets "
@@ -70,7 +70,7 @@ def profile_available_bytes(original: Any, configurator: Any, pre_model_load_mem
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's parameters, and of packed weights that took the place of one."""
+    """Return the bytes of a model's parameters, and of packed weights that replace a parameter."""
     packed = sum(
         weight.nbytes
         for layer in model.modules()
@@ -95,7 +95,7 @@ def _sglangs_share(configurator: Any, pre_model_load_memory: float) -> float:
 
 
 def _state_gib(configurator: Any, memory: float) -> float:
-    """GiB of the recurrent states, which SGLang sizes by the memory that it may divide."""
+    """GiB that SGLang gives the recurrent states if it divides `memory` GiB."""
     if configurator.mambaish_config is None:
         return 0.0
     return memory - configurator._handle_max_mamba_cache(memory)

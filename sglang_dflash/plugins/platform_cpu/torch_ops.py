@@ -16,7 +16,7 @@ from sglang_dflash.plugins.platform_cpu import ATTENTION_BACKEND
 
 logger = Log(__name__)
 
-# Of SGLang's backends for LoRA the one that needs only torch.
+# SGLang's LoRA backend that needs torch only.
 LORA_BACKEND = "torch_native"
 
 
@@ -36,7 +36,7 @@ def torch_backends(server_args: Any) -> None:
         "speculative_draft_attention_backend",
     )
     if settings.speculative_draft_attention_backend == "torch":
-        # As we name ours on every device; SGLang has another name.
+        # Our name of the torch backend, on every device. SGLang names it otherwise.
         declare_resolution(
             server_args, "plain_cpu_platform", speculative_draft_attention_backend=ATTENTION_BACKEND
         )
@@ -53,20 +53,20 @@ def torch_backends(server_args: Any) -> None:
     if settings.lora_backend not in ("csgmv", LORA_BACKEND):
         required = f"cannot run on a plain CPU; {LORA_BACKEND!r} can"
         raise ConfigError("--lora-backend", settings.lora_backend, required)
-    ours = {
+    backends = {
         "attention_backend": ATTENTION_BACKEND,
         "sampling_backend": "pytorch",
-        # Experts are computed by torch in any case. SGLang would store those of gpt-oss transposed,
-        # for another backend.
+        # torch computes experts in any case. With another value, SGLang would store the experts of
+        # gpt-oss transposed.
         "moe_runner_backend": "triton",
         "lora_backend": LORA_BACKEND,
     }
-    declare_resolution(server_args, "plain_cpu_platform", **ours)
+    declare_resolution(server_args, "plain_cpu_platform", **backends)
 
 
 def check_as_amx(original: Any, server_args: Any) -> Any:
-    """Around the adjustments to a model's class, which check its attention backends: ours passes
-    for the backend for CPUs that SGLang knows to have sinks and windows."""
+    """Around the adjustments to a model's class, which check its attention backends: show ours as
+    "intel_amx", the CPU backend that SGLang knows to serve sinks and windows."""
     from sglang.srt.arg_groups import model_hook
 
     backends_of = model_hook.attention_backends_of
@@ -77,13 +77,13 @@ def check_as_amx(original: Any, server_args: Any) -> Any:
         return original(server_args)
 
 
-def no_binding(*, device: str) -> None:
+def skip_binding(*, device: str) -> None:
     """Leave the placement of threads to the operating system."""
     del device
 
 
 def share_cores(**_: Any) -> None:
-    """Divide the cores among all ranks by number, without placing them."""
+    """Divide the number of threads by the number of ranks, without binding them to cores."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -108,17 +108,17 @@ def assign_req_to_token(
 
     out_cache_loc holds the slots request after request; req_to_token is `[requests, positions]`.
     """
-    taken = 0
+    used = 0
     for request, start, end in zip(
         req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
     ):
-        req_to_token[request, start:end] = out_cache_loc[taken : taken + end - start].to(
+        req_to_token[request, start:end] = out_cache_loc[used : used + end - start].to(
             req_to_token.dtype
         )
-        taken += end - start
+        used += end - start
 
 
-def no_batch_invariant_kernels(_model_runner: Any) -> None:
+def skip_batch_invariant_kernels(_model_runner: Any) -> None:
     """Deterministic inference without batch-invariant matrix products: requests are seeded."""
     from sglang.srt.runtime_context import get_exec
 
@@ -156,14 +156,13 @@ def table_qk_norm_rope_(
     x = heads.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
     # SGLang's kernel rounds between the norm and the rotation.
-    one, two = x.to(qkv.dtype).float().chunk(2, dim=-1)
+    low, high = x.to(qkv.dtype).float().chunk(2, dim=-1)
     cos, sin = cos_sin_cache[positions].float()[:, None].chunk(2, dim=-1)
-    heads.copy_(torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1))
+    heads.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
 
 
 def forbid_tokens(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
-    """In place of `XGrammarGrammarBackend.apply_vocab_mask`, which masks logits in place where a
-    request has no grammar: as SGLang does on a CPU where it has one."""
+    """In place of `XGrammarGrammarBackend.apply_vocab_mask`: mask logits in place on the CPU."""
     from xgrammar import apply_token_bitmask_inplace
 
     apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
@@ -190,23 +189,23 @@ def conv_cache_in_model_dtype(original: Any, config: Any = None) -> Any:
     """Keep convolution inputs in the model's dtype unless SGLANG_MAMBA_CONV_DTYPE is set."""
     from sglang.srt.environ import envs
 
-    known = getattr(config, _MODEL_DTYPE, None)
-    if known is None or envs.SGLANG_MAMBA_CONV_DTYPE.is_set():
+    dtype_name = getattr(config, _MODEL_DTYPE, None)
+    if dtype_name is None or envs.SGLANG_MAMBA_CONV_DTYPE.is_set():
         return original(config)
-    return dataclasses.replace(original(config), conv=getattr(torch, known))
+    return dataclasses.replace(original(config), conv=getattr(torch, dtype_name))
 
 
 _RECORD_STREAM = torch.Tensor.record_stream
 
 
 def record_stream(self: torch.Tensor, stream: Any) -> None:
-    """Nothing to record for a CPU tensor: it belongs to no stream."""
+    """In place of `torch.Tensor.record_stream`: ignore CPU tensors, which belong to no stream."""
     if self.device.type != "cpu":
         _RECORD_STREAM(self, stream)
 
 
 def pin_memory(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    """The tensor itself: there is no device to copy it to."""
+    """In place of `torch.Tensor.pin_memory`: return the tensor itself."""
     return self
 
 
@@ -214,39 +213,40 @@ class _Unpinned(TorchFunctionMode):
     """Drops `pin_memory` from every call of a torch function."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rest = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        return func(*args, **rest)
+        options = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        return func(*args, **options)
 
 
 def create_stream(original: Any, device: torch.device | str) -> Any:
-    """A stream of that device; of a CPU torch's stand-in, which does nothing."""
+    """Return a stream of the device. For a CPU, torch's stand-in does nothing."""
     return torch.cpu.Stream() if torch.device(device).type == "cpu" else original(device)
 
 
-def without_pinned_memory(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the original so that its tensors are made in ordinary memory."""
+def call_without_pinning(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the original function with `pin_memory` dropped from every torch call."""
     with _Unpinned():
         return original(*args, **kwargs)
 
 
-def make_on_the_host(original: Any, *args: Any, **kwargs: Any) -> None:
-    """Around a constructor that makes parameters on the current GPU."""
+def create_on_host(original: Any, *args: Any, **kwargs: Any) -> None:
+    """Around a constructor that makes parameters on the current GPU: make them on the CPU."""
     with restored(torch.cuda, "current_device"):
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
         original(*args, **kwargs)
 
 
 def send_pages_without_event(
-    made: bool, _queue: Any, req: Any, *_args: Any, **_kwargs: Any
+    has_sender: bool, _queue: Any, req: Any, *_args: Any, **_kwargs: Any
 ) -> bool:
-    """After a request got its sender: it takes page numbers that are there."""
-    if made:
+    """After a request got its sender: send page numbers at once, since they are in host memory."""
+    if has_sender:
         req.disagg_kv_sender.supports_host_tensor_indices = False
-    return made
+    return has_sender
 
 
 def send_prefix_without_event(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Around the sending of a cached prefix: what a forward has returned is written."""
+    """Around the sending of a cached prefix: do not wait for an event. On a CPU, a forward that has
+    returned has written its K/V."""
     with restored(scheduler, "enable_overlap"):
         scheduler.enable_overlap = False
         original(scheduler, *args, **kwargs)

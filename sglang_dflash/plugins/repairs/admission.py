@@ -1,9 +1,9 @@
-"""Requests that SGLang queues and never begins, as its limits leave out what its prefill asks for.
+"""Limits for requests that SGLang would queue and never begin.
 
-A request that never can begin keeps all behind it waiting, on an idle server, too. `PrefillAdder`
-wants a page more than a request's tokens, and a free slot beyond. `max_req_input_len` leaves out
-both, and `Scheduler.init_req_max_new_tokens` what `add_one_req_ignore_eos` reserves. Pools whose
-parts share bytes, and HiSparse, have limits of their own, and are left to SGLang.
+Such a request keeps all others behind it waiting, even on an idle server. `PrefillAdder` needs a
+page more than a request's tokens, and one free slot. SGLang's `max_req_input_len` includes neither,
+and `Scheduler.init_req_max_new_tokens` does not include what `add_one_req_ignore_eos` reserves.
+Pools whose parts share bytes, and HiSparse, have other limits and are left to SGLang.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from sglang_dflash.common.log import Log
 logger = Log(__name__)
 
 
-def fit(scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
+def limit_request(scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
     """Before `Scheduler._add_request_to_queue`: refuse a prompt that an idle server cannot begin,
-    with HTTP 400, and shorten an answer that would keep the request from it."""
+    with HTTP 400, and lower `max_new_tokens` if the request could not begin otherwise."""
     if scheduler.disaggregation_mode == DisaggregationMode.DECODE or request.to_finish is not None:
         return
     budget = _budget(scheduler)
@@ -31,7 +31,7 @@ def fit(scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
     params, tokens = request.sampling_params, len(request.origin_input_ids)
     page, capacity = _page_and_capacity(scheduler)
     if _reserves_answer(scheduler, request) and type(budget) is PrefillBudget:
-        # A retracted request begins again with a last page that it has filled in part.
+        # A retracted request begins again with a partly filled last page.
         room = capacity - tokens - 2 * page - IGNORE_EOS_RESERVE_TOKENS
         params.max_new_tokens = max(0, min(params.max_new_tokens, room))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
@@ -45,16 +45,16 @@ def fit(scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
 
 
 def check_arrival(original: Any, queue: Any, request: Any) -> bool:
-    """Around `DecodePreallocQueue._check_if_req_exceed_kv_capacity`: refuse what a decode server
-    cannot begin, as it reserves --num-reserved-decode-tokens behind a prompt.
+    """Around `DecodePreallocQueue._check_if_req_exceed_kv_capacity`: refuse a request that a decode
+    server cannot begin. It reserves --num-reserved-decode-tokens behind the prompt.
 
     Returns:
-        Whether the request was refused.
+        True if the request was refused.
     """
     if original(queue, request):
         return True
     needed, capacity = queue._prealloc_required_tokens(request)[0], queue.max_total_num_tokens
-    # A retracted request has tokens that were sent.
+    # Some tokens of a retracted request were sent, so it is not refused.
     if needed <= capacity or request.output_ids or _budget(queue.scheduler) is None:
         return False
     message = (
@@ -72,11 +72,11 @@ def longest_prompt(scheduler: Any, request: Any, budget: PrefillBudget) -> int:
     """The number of tokens of the longest prompt that `PrefillAdder` takes on an idle server.
 
     Args:
-        budget: what is free in the pools.
+        budget: free tokens of the pools.
     """
     page, capacity = _page_and_capacity(scheduler)
     by_pages = _reserves_answer(scheduler, request)
-    # A prefill server asks for one token, whatever the request does.
+    # A prefill server generates one token, whatever the request asks for.
     prefills = scheduler.disaggregation_mode == DisaggregationMode.PREFILL
     answer = 1 if prefills else min(request.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
     longest = capacity - page
@@ -86,8 +86,8 @@ def longest_prompt(scheduler: Any, request: Any, budget: PrefillBudget) -> int:
         longest = (longest - answer - IGNORE_EOS_RESERVE_TOKENS - 1) // page * page
     slides = isinstance(budget, SWAPrefillBudget) and not budget.req_ring
     if slides and scheduler.chunked_prefill_size is None and _has_no_prefixes(scheduler):
-        # The whole prompt is in the sliding layers' pool until it is computed. Of a cached prefix
-        # only the window is, so that with a prefix cache no length is too long for all requests.
+        # The sliding layers' pool holds the whole prompt until it is computed. With a prefix cache
+        # it may hold only the window of a cached prefix, so there is no such limit.
         sliding = scheduler.token_to_kv_pool_allocator.size_swa - page
         longest = min(longest, sliding if by_pages else (sliding - 1) // page * page)
     return longest
@@ -96,8 +96,8 @@ def longest_prompt(scheduler: Any, request: Any, budget: PrefillBudget) -> int:
 def _budget(scheduler: Any) -> PrefillBudget | None:
     """The free tokens of the pools; None if these share bytes, or part of them is host memory."""
     budget = scheduler.token_to_kv_pool_allocator.create_prefill_budget(scheduler.tree_cache)
-    known = type(budget) in (PrefillBudget, SWAPrefillBudget) and not scheduler.enable_hisparse
-    return budget if known else None
+    served = type(budget) in (PrefillBudget, SWAPrefillBudget) and not scheduler.enable_hisparse
+    return budget if served else None
 
 
 def _reserves_answer(scheduler: Any, request: Any) -> bool:

@@ -1,5 +1,4 @@
-"""HTTP requests that SGLang's code cannot serve, and does not refuse: an HTTP 400 that says so, in
-place of an HTTP 500 or the end of the server."""
+"""HTTP 400 for requests that SGLang cannot serve, instead of HTTP 500 or the end of the server."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from sglang_dflash.common.log import Log
 
 logger = Log(__name__)
 
-# Of --log-requests-level.
+# Values of --log-requests-level.
 LOG_LEVELS = range(4)
-# What code raises that takes a value for one of another type.
+# Errors of code that got a value of an unexpected type.
 _OF_OTHER_TYPES = (AttributeError, IndexError, KeyError, TypeError)
 
 
-async def read(original: Any, *args: Any, **named: Any) -> tuple[dict[str, Any], list[Any]]:
+async def read_body(original: Any, *args: Any, **named: Any) -> tuple[dict[str, Any], list[Any]]:
     """Around FastAPI's `request_body_to_args`, which runs the validators of SGLang's requests.
 
     Returns:
-        Its arguments and errors; the errors are answered with HTTP 400.
+        Arguments and errors. FastAPI answers errors with HTTP 400.
     """
     try:
         values, errors = await original(*args, **named)
@@ -31,22 +30,22 @@ async def read(original: Any, *args: Any, **named: Any) -> tuple[dict[str, Any],
     return values, errors
 
 
-def convert(original: Any, *args: Any, **named: Any) -> Any:
+def convert_request(original: Any, *args: Any, **named: Any) -> Any:
     """Around the conversion of OpenAI's requests to SGLang's. Raises ValueError: HTTP 400."""
     try:
         return original(*args, **named)
     except _OF_OTHER_TYPES as error:
-        # A chat template or a tokenizer may be at fault, too.
+        # The cause may also be the chat template or the tokenizer.
         logger.warning("a request cannot be converted", exc_info=True)
         raise ValueError(_unreadable(error)) from error
 
 
 def process_media(original: Any, *args: Any, **named: Any) -> Any:
-    """Around a processor's work on images and videos, in a thread.
+    """Around a processor's work on images and videos, which runs in a thread.
 
     Raises:
-        ValueError: it has found more places for them in the prompt than there are. Its own
-            StopIteration cannot leave a thread for asyncio, and the request would wait for ever.
+        ValueError: the prompt has more places for images than images. The StopIteration of the
+            processor cannot pass from a thread to asyncio: the request would wait forever.
     """
     try:
         return original(*args, **named)
@@ -55,7 +54,7 @@ def process_media(original: Any, *args: Any, **named: Any) -> Any:
 
 
 def make_tool_parser(original: Any, *args: Any, **named: Any) -> Any:
-    """Around the constructor of `FunctionCallParser`, which refuses names that it does not know.
+    """Around the constructor of `FunctionCallParser`, which raises for unknown names.
 
     Raises:
         HTTPException: status 400.
@@ -70,7 +69,7 @@ def refuse_without_recorder(manager: Any) -> None:
     """Before the methods of `TokenizerManager` that record the distribution of experts.
 
     Raises:
-        HTTPException: status 400, if there is nothing that records it.
+        HTTPException: status 400, if the server has no recorder.
     """
     if manager.server_args.expert_distribution_recorder_mode is None:
         raise HTTPException(400, "start the server with --expert-distribution-recorder-mode")
@@ -80,7 +79,7 @@ def refuse_without_memory_saver(manager: Any, *_: Any, **__: Any) -> None:
     """Before the methods of `TokenizerManager` that release and resume memory.
 
     Raises:
-        HTTPException: status 400, if there is no memory that can be released.
+        HTTPException: status 400, if the server has no memory saver.
     """
     if not manager.server_args.enable_memory_saver:
         raise HTTPException(400, "start the server with --enable-memory-saver")

@@ -1,4 +1,4 @@
-"""Calls of tools in an answer of `/v1/messages` that is not streamed."""
+"""Tool calls in an answer of `/v1/messages` that is not streamed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sglang_dflash.common.log import Log
 logger = Log(__name__)
 
 
-def keep_objects(_serving: Any, response: Any) -> None:
-    """Before `AnthropicServing._convert_response`: arguments that are JSON, but no object, become
-    an empty one, as SGLang does with those that are no JSON.
+def clear_other_arguments(_serving: Any, response: Any) -> None:
+    """Before `AnthropicServing._convert_response`: replace arguments that are no JSON object by an
+    empty one, as SGLang does with arguments that are no JSON.
 
-    A `tool_use` block has room for nothing else. Chat completions and responses send the text.
+    A `tool_use` block can hold only an object. Chat completions and responses send the text.
     """
     calls = response.choices[0].message.tool_calls if response.choices else None
     for call in calls or ():
@@ -22,7 +22,7 @@ def keep_objects(_serving: Any, response: Any) -> None:
         try:
             value = json.loads(text)
         except (ValueError, TypeError):
-            # SGLang warns, too.
+            # SGLang warns about these.
             continue
         if not isinstance(value, dict):
             logger.warning(

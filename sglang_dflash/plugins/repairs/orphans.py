@@ -1,8 +1,8 @@
-"""A child whose server ended before the child could ask to end with it.
+"""The end of child processes whose server ended while they started.
 
-SGLang's children have the kernel end them with their parent (`kill_itself_when_parent_died`), but
-not if it has ended before: SIGTERM while a server starts ends it at once, and a detokenizer that is
-still importing would wait for ever, in memory and on its sockets.
+SGLang's children ask the kernel to end them with their parent (`kill_itself_when_parent_died`).
+That has no effect if the parent has ended before: after SIGTERM while a server starts, a
+detokenizer that is still importing would wait on its sockets forever.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import sys
 from typing import Any
 
 
-def end(*_: Any, **__: Any) -> None:
-    """End this process if its parent is gone. Runs after `kill_itself_when_parent_died`; processes
-    that call that before they load plugins run it before they make their objects.
+def end_if_orphaned(*_: Any, **__: Any) -> None:
+    """After `kill_itself_when_parent_died`: end this process if its parent is gone.
+
+    Processes that call that function before they load plugins run this one when their main object
+    is constructed.
 
     Raises:
-        SystemExit: it is.
+        SystemExit: the parent is gone.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():

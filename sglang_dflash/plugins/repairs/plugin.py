@@ -8,10 +8,10 @@ from sglang_dflash.plugins.repairs.patches import PATCHES
 
 
 def register() -> None:
-    """Repair SGLang, or log why not and leave it as it is.
+    """Install the repairs. If this SGLang is not supported, log the reason and install nothing.
 
     Raises:
-        PatchError: a row of the table cannot be applied; ends the process.
+        PatchError: a patch cannot be applied. It ends the process.
     """
     if supported("SGLang runs without the repairs"):
         install(PATCHES)

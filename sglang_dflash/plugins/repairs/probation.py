@@ -1,9 +1,9 @@
-"""Search for the request, of several, that makes a step fail.
+"""Search for the request that makes a step fail.
 
-While others wait, each suspect is tried alone, the newest first, until it is past the point of
-failure. A request with which a step fails twice is guilty. If there is none, they are tried
-together: the failure was no request's fault, or needs some of them together, and then the newest of
-these is guilty.
+While all others wait, each suspect is tried alone, the newest first, until it is past the point of
+failure. A request that fails twice is guilty. If there is none, suspects are admitted together, one
+more at a time: either no request is at fault, or several of them fail together, and then the newest
+of these is guilty.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any
 
 
 class Probation:
-    """The suspects of a failed step, and which of them are admitted."""
+    """The suspects of a failed step, some of which are admitted."""
 
     def __init__(self, suspects: list[Any], missing: int) -> None:
         """
         Args:
-            suspects: the oldest first.
+            suspects: requests of the failed step, oldest first.
             missing: output tokens after which a request is past the point of failure.
         """
         self._suspects, self._missing = suspects, missing
-        # How many are admitted together, once each was alone; and of how many a step has failed.
+        # `_together`: number of suspects that are admitted together, after each was tried alone.
+        # `_failed`: the number at which a step has failed.
         self._together, self._failed, self._one_by_one = len(suspects), 0, False
         self._try_each()
 
@@ -41,31 +42,31 @@ class Probation:
         return self._suspects[: self._together]
 
     def failed(self) -> Any:
-        """A step with those admitted failed. Returns the guilty one, None if it is not known."""
+        """Record that a step of the admitted requests has failed. Returns the guilty one, or None
+        if it is not known yet."""
         if self._alone:
             self._failures += 1
             return self.admitted[0] if self._failures == 2 else None
         if self._failed == self._together:
-            # None fails alone, and without the newest they pass.
+            # No suspect fails alone, and without the newest one they pass.
             return self._suspects[self._together - 1]
         if self._one_by_one:
             self._failed = self._together
         else:
             self._together, self._one_by_one = 1, True
-        # One may have reached another point at which it fails.
+        # A request may have reached another point at which it fails.
         self._try_each()
         return None
 
     def passed(self, in_flight: Sequence[Any]) -> bool:
-        """Return whether all admitted requests are past the point of failure, have finished or are
-        gone."""
+        """Return whether all admitted requests are past the point of failure, finished or gone."""
         return all(
             request.finished() or len(request.output_ids) >= until or request not in in_flight
             for request, until in zip(self.admitted, self._until, strict=True)
         )
 
     def advance(self) -> bool:
-        """Admit others, after a pass. Returns whether all have been admitted."""
+        """Admit the next requests. Returns whether all have been admitted before."""
         if self._alone and len(self._suspects) > 1:
             self._alone -= 1
         else:

@@ -1,6 +1,6 @@
-"""A profile that cannot be made is an error of who asked for it: SGLang's scheduler ends.
+"""Errors of profiles that cannot be made, which would end SGLang's scheduler.
 
-A profiler starts and stops in the scheduler, with the request for it or in a later step.
+A profiler starts and stops in the scheduler, during its request or in a later step.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from sglang_dflash.common.log import Log
 logger = Log(__name__)
 
 
-def answer(original: Any, manager: Any, request: Any) -> Any:
-    """Around `SchedulerProfilerManager._profile`: HTTP 500 with the reason."""
+def report_failure(original: Any, manager: Any, request: Any) -> Any:
+    """Around `SchedulerProfilerManager._profile`: answer HTTP 500 with the reason."""
     try:
         return original(manager, request)
-    except Exception as error:  # Of many types: of torch, CUDA, ROCm's profiler, the file system.
+    except Exception as error:  # Torch, CUDA, ROCm's profiler and the file system have their own.
         _give_up(manager)
         reason = f"no profile can be made: {type(error).__name__}: {error}"
         return ProfileReqOutput(success=False, message=reason)
 
 
-def follow(original: Any, manager: Any, batch: Any) -> None:
-    """Around `SchedulerProfilerManager._profile_batch_predicate`: in a step, it is logged."""
+def log_failure(original: Any, manager: Any, batch: Any) -> None:
+    """Around `SchedulerProfilerManager._profile_batch_predicate`: log the failure in a step."""
     try:
         original(manager, batch)
     except Exception as error:
@@ -35,9 +35,9 @@ def follow(original: Any, manager: Any, batch: Any) -> None:
 
 
 def _give_up(manager: Any) -> None:
-    """No profile runs, and none begins in a later step."""
+    """Stop the profile, and start none in a later step."""
     if (profiler := getattr(manager, "torch_profiler", None)) is not None:
-        with contextlib.suppress(Exception):  # It may not have started.
+        with contextlib.suppress(Exception):  # The profiler may not have started.
             profiler.stop()
     manager.torch_profiler, manager.profile_in_progress = None, False
     manager.profile_by_stage = False

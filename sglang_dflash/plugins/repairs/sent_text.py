@@ -1,4 +1,4 @@
-"""A streamed text has nothing twice."""
+"""A fix for streamed text that is sent twice."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 def send_once(original: Any, detokenizer: Any, batch: Any) -> Any:
     """Around `DetokenizerManager._decode_batch_token_id_output`.
 
-    Of a text that ends inside a character, the detokenizer sends a part, up to a space or to a
-    Chinese character at its end. If more comes that ends inside a character, too, that part may be
-    shorter: what was sent beyond it counts as not sent, and is sent once more.
+    If a text ends inside a character, the detokenizer sends only a part of it, up to a space or to
+    a Chinese character. If the next text also ends inside a character, that part may be shorter
+    than what was already sent; SGLang then moves its offset back, and sends the rest again. The
+    offset is therefore never moved back.
     """
-    known = detokenizer.decode_status
-    before = {rid: known[rid].sent_offset for rid in batch.rids if rid in known}
+    status = detokenizer.decode_status
+    before = {rid: status[rid].sent_offset for rid in batch.rids if rid in status}
     texts = original(detokenizer, batch)
     for rid, sent in before.items():
-        if rid in known:
-            known[rid].sent_offset = max(known[rid].sent_offset, sent)
+        if rid in status:
+            status[rid].sent_offset = max(status[rid].sent_offset, sent)
     return texts

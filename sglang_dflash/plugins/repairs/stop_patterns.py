@@ -1,6 +1,8 @@
-"""A limit on the time that the scheduler, which serves all requests, looks for one request's
-`stop_regex`. Patterns such as `(x+x+)+y` take time that is exponential in the length of a text of
-many x."""
+"""A time limit for matching a request's `stop_regex`.
+
+The scheduler, which serves all requests, does the matching. A pattern such as `(x+x+)+y` takes time
+that is exponential in the number of x in the text.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,22 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.runtime_context import get_parallel
 
-# CPU seconds that all looks for a request may take: usual patterns need microseconds for a token.
+# CPU seconds that matching for a request may take in all: at first, and per output token. Usual
+# patterns need microseconds per token.
 FIRST, OF_A_TOKEN = 0.02, 0.001
 T = TypeVar("T")
 
 
-class TooLong(Exception):
-    """A look took longer than its limit."""
+class SearchTimeout(Exception):
+    """Matching took longer than its limit."""
 
 
-def find_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool:
-    """Around `Req._check_str_based_finish`: the request ends with an error if its patterns have
-    taken too long on any rank.
+def match_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool:
+    """Around `Req._check_str_based_finish`: end the request with an error if matching its patterns
+    has taken too long on any rank.
 
     Returns:
-        Whether the request has ended.
+        True if the request has ended.
     """
     patterns = request.sampling_params.stop_regex_strs
     is_main = threading.current_thread() is threading.main_thread()
@@ -39,35 +42,35 @@ def find_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool:
     allowed, began = FIRST + OF_A_TOKEN * len(request.output_ids), time.thread_time()
     try:
         limit = max(allowed - spent, OF_A_TOKEN)
-        found = bool(within(limit, original, request, *args, **named))
+        is_stop = bool(within(limit, original, request, *args, **named))
         spent += time.thread_time() - began
-    except TooLong:
-        found, spent = False, inf
-    request.dflash_stop_seconds = spent = _of_the_slowest_rank(spent)
-    # The timer ticks every few milliseconds: looks between two ticks are only counted here.
-    if spent < inf and (found or spent <= allowed):
-        return found
-    problem = "to look for it takes too long; give a simpler pattern"
+    except SearchTimeout:
+        is_stop, spent = False, inf
+    request.dflash_stop_seconds = spent = _largest_over_ranks(spent)
+    # The timer ticks every few milliseconds: shorter matches are limited by this sum only.
+    if spent < inf and (is_stop or spent <= allowed):
+        return is_stop
+    problem = "matching takes too long; use a simpler pattern"
     request.finished_reason = FINISH_ABORT(
         f"stop_regex: {patterns}; {problem}", 400, "BadRequestError"
     )
-    # This rank may have found it in time.
+    # This rank may have found a match in time.
     request.finished_len = None
     return True
 
 
 def _ranks_can_agree() -> bool:
-    """False where other ranks look at other times: pipeline and context parallelism. There a limit
-    would let them part, and SGLang looks without one."""
+    """Return False with pipeline and context parallelism. Their ranks match at different times, so
+    that a limit could end a request on some of them only: there is none."""
     if not torch.distributed.is_initialized():
         return True
     parallel = get_parallel()
     return bool(parallel.pp_size == 1 and parallel.attn_cp_size == 1)
 
 
-def _of_the_slowest_rank(seconds: float) -> float:
-    """Every rank looks on a clock of its own. If one of them ended a request that the others go on
-    with, their batches would differ, and the server would hang."""
+def _largest_over_ranks(seconds: float) -> float:
+    """Return the maximum over tensor-parallel ranks, each of which measures its own time. If only
+    one of them ended a request, their batches would differ and the server would hang."""
     if not torch.distributed.is_initialized():
         return seconds
     ranks = get_parallel().attn_tp_group
@@ -79,21 +82,20 @@ def _of_the_slowest_rank(seconds: float) -> float:
 
 
 def within(seconds: float, look: Callable[..., T], *args: Any, **named: Any) -> T:
-    """Call `look`. Main thread only: the engine of `re` asks for signals while it searches, and for
-    nothing else.
+    """Call `look` with a limit. Main thread only: signals are the only way to interrupt `re`.
 
     Raises:
-        TooLong: it has taken so many CPU seconds of this thread.
+        SearchTimeout: the call has taken `seconds` of this thread's CPU time.
     """
     began, looking = time.thread_time(), True
 
     def stop(_number: int, _frame: Any) -> None:
-        # The timer's seconds are those of all threads of the process.
-        left = seconds - (time.thread_time() - began)
-        if looking and left <= 0:
-            raise TooLong
+        # The timer counts the CPU time of all threads of the process.
+        remaining = seconds - (time.thread_time() - began)
+        if looking and remaining <= 0:
+            raise SearchTimeout
         if looking:
-            signal.setitimer(signal.ITIMER_VIRTUAL, max(left, OF_A_TOKEN))
+            signal.setitimer(signal.ITIMER_VIRTUAL, max(remaining, OF_A_TOKEN))
 
     before = signal.signal(signal.SIGVTALRM, stop)
     # The signal may come between any two lines, and a context manager would have lines outside of

@@ -1,10 +1,8 @@
-"""The events of a streamed answer that a front end gets: those of
-`TokenizerManager.generate_request`.
+"""Adapted events of streamed answers, for front ends that fail on events of several tokens.
 
-An event has all that the scheduler has sent since the last one: one token of plain decoding, a
-block of a server with drafts, more if a client reads slowly or with --stream-interval. Some front
-ends fail on more than one token. The rows mark their requests with a function that makes other
-events of these.
+An event of `TokenizerManager.generate_request` holds all that the scheduler has sent since the last
+one: one token of plain decoding, up to a block with drafts, and more if a client reads slowly or
+with --stream-interval. The patches mark a request with the function that adapts its events.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ from sglang_dflash.plugins.repairs.token_events import TokenEvents
 MARK = "dflash_events"
 
 
-def adapt(original: Any, manager: Any, obj: Any, *args: Any, **named: Any) -> Any:
-    """Around `TokenizerManager.generate_request`: the events as the request's front end needs
-    them."""
+def adapt_events(original: Any, manager: Any, obj: Any, *args: Any, **named: Any) -> Any:
+    """Around `TokenizerManager.generate_request`: adapt the events of a marked request."""
     events = original(manager, obj, *args, **named)
     how = getattr(obj, MARK, None)
     return how(events, manager, obj) if how and obj.stream else events
@@ -36,47 +33,46 @@ def mark_chat(serving: Any, adapted: Any, request: Any, *_: Any) -> None:
         or serving._encoding_output() is not None
     )
     if parsed:
-        setattr(adapted, MARK, one_token_each)
+        setattr(adapted, MARK, split_events)
 
 
 def mark_response(serving: Any, _rid: str, _prompt: Any, adapted: Any, *_: Any, **__: Any) -> None:
     """Before `OpenAIServingResponses._generate_with_builtin_tools`."""
-    # gpt-oss has a parser of tokens.
+    # gpt-oss parses tokens, not text.
     if not serving.use_harmony:
-        setattr(adapted, MARK, one_token_each)
+        setattr(adapted, MARK, split_events)
 
 
 def mark_ollama(_serving: Any, adapted: Any, *_: Any) -> None:
     """Before the methods of `OllamaServing` that stream."""
-    setattr(adapted, MARK, text_before_done)
+    setattr(adapted, MARK, send_last_text)
 
 
-async def one_token_each(events: Any, manager: Any, obj: Any) -> AsyncIterator[dict[str, Any]]:
-    """An event per token.
+async def split_events(events: Any, manager: Any, obj: Any) -> AsyncIterator[dict[str, Any]]:
+    """Yield an event per token.
 
-    SGLang's parsers of tool calls and reasoning are written for that: many change their state once
-    per call, and lose what else an event holds. Between parser and answer, the order of texts and
-    calls of one event is lost, too.
+    SGLang's parsers of tool calls and reasoning expect that: many change their state once per call
+    and lose the rest of an event. The order of text and calls within an event is lost, too.
     """
     answers: dict[int, TokenEvents] = {}
     async with aclosing(events):
         async for event in events:
-            # Of the answers to a request with `n`.
-            at = event.get("index", 0)
-            if at not in answers:
-                answers[at] = TokenEvents(manager, obj)
-            for one in answers[at].split(event):
-                yield one
+            # A request with `n` has several answers.
+            index = event.get("index", 0)
+            if index not in answers:
+                answers[index] = TokenEvents(manager, obj)
+            for part in answers[index].split(event):
+                yield part
 
 
-async def text_before_done(events: Any, manager: Any, _obj: Any) -> AsyncIterator[dict[str, Any]]:
-    """Whole texts, and the last one once more before the event that ends the answer, of which
-    `OllamaServing` sends no text."""
-    whole = ""
+async def send_last_text(events: Any, manager: Any, _obj: Any) -> AsyncIterator[dict[str, Any]]:
+    """Yield events with the whole text so far. The text of the last event is also sent in an event
+    before it, because `OllamaServing` drops the text of the event that ends the answer."""
+    text = ""
     async with aclosing(events):
         async for event in events:
-            before, info = whole, event["meta_info"]
-            whole = whole + event["text"] if manager.incremental_streaming_output else event["text"]
-            if info["finish_reason"] is not None and whole != before:
-                yield {**event, "text": whole, "meta_info": {**info, "finish_reason": None}}
-            yield {**event, "text": whole}
+            before, meta_info = text, event["meta_info"]
+            text = text + event["text"] if manager.incremental_streaming_output else event["text"]
+            if meta_info["finish_reason"] is not None and text != before:
+                yield {**event, "text": text, "meta_info": {**meta_info, "finish_reason": None}}
+            yield {**event, "text": text}

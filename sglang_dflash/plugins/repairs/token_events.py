@@ -1,4 +1,4 @@
-"""An event of several tokens as events of one token each."""
+"""Splitting of an event of several tokens into events of one token each."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.tokenizer_manager import _INCREMENTAL_STREAMING_META_INFO_KEYS
 from sglang.utils import find_printable_text
 
-# How a text ends that is cut inside a character.
+# The end of a text that is cut inside a character.
 INCOMPLETE = "�"
-# So many tokens at most wait for the end of a character.
+# The most tokens that wait for the end of a character.
 MOST_WAITING = 256
-# Of a whole answer so far, in its `meta_info`.
+# Fields of `meta_info` that count tokens of the answer so far.
 COUNTS = ("completion_tokens", "output_token_logprobs_length", "output_token_sampling_mask_length")
 
 
 class TokenEnds:
-    """The ends of each token's text in an answer, as if SGLang's detokenizer got every token alone:
-    part of a character adds nothing, and the token that completes it adds all of it.
+    """The position in an answer's text at which each token ends, as if SGLang's detokenizer got
+    every token alone: the token that completes a character adds all of it.
 
     Attributes:
         sent: characters that the detokenizer has sent.
@@ -29,26 +29,27 @@ class TokenEnds:
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self.sent, self.is_whole = 0, True
-        # Tokens of the last whole characters, before which nothing is read again, and later ones.
+        # The tokens that are decoded together: those of the last whole characters, and later ones.
         self._tokens: list[int] = []
-        self._known = self._known_length = self._complete = 0
+        self._decoded_tokens = self._decoded_length = self._complete = 0
 
     def add(self, token: int) -> int:
-        """Returns `sent` after the token."""
+        """Add a token. Returns `sent` after it."""
         self._tokens.append(token)
-        new = self._decode(self._tokens)[self._known_length :]
+        new = self._decode(self._tokens)[self._decoded_length :]
         self.is_whole = not new.endswith(INCOMPLETE)
         if new and self.is_whole:
             self.sent = self._complete = self._complete + len(new)
-            del self._tokens[: self._known]
-            self._known, self._known_length = len(self._tokens), len(self._decode(self._tokens))
+            del self._tokens[: self._decoded_tokens]
+            self._decoded_tokens = len(self._tokens)
+            self._decoded_length = len(self._decode(self._tokens))
         else:
             self.sent = max(self.sent, self._complete + len(find_printable_text(new)))
         return self.sent
 
 
 class TokenEvents:
-    """The events of one answer, token by token. Texts are cut, and never changed."""
+    """The events of one answer, token by token. Texts are split, never changed."""
 
     def __init__(self, manager: Any, obj: Any) -> None:
         """
@@ -57,16 +58,16 @@ class TokenEvents:
             obj: the request, a `GenerateReqInput`.
         """
         self._coalesce = manager._coalesce_streaming_chunks
-        # Whether an event has what is new, and not the answer so far.
+        # True if an event holds new tokens only, False if it holds the answer so far.
         self._incremental = manager.incremental_streaming_output
         self._ends = TokenEnds(_decoder(manager, obj))
-        # Tokens that came alone, and are read only if a later one needs it.
+        # Tokens that came alone. They are decoded only if a later event has to be split.
         self._unread: list[int] = []
-        # Of the answer, what was passed on: tokens, characters, characters by `_ends`.
+        # How much of the answer was passed on: tokens, characters, characters according to `_ends`.
         self._tokens = self._length = self._begin = 0
-        # An event whose text ends inside a character, of which the detokenizer may hold back whole
-        # words; the ends of its tokens.
-        self._held: list[dict[str, Any]] = []
+        # An event that ends inside a character waits: the detokenizer may hold back whole words.
+        # `_waiting`: the ends of its tokens.
+        self._held_events: list[dict[str, Any]] = []
         self._waiting: list[int] = []
 
     def split(self, event: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,68 +75,66 @@ class TokenEvents:
         finish = event["meta_info"].get("finish_reason")
         if not isinstance(event.get("text"), str) or (finish and finish["type"] == "abort"):
             # An aborted answer repeats a token.
-            return [*self._held, event]
+            return [*self._held_events, event]
         tokens = event["output_ids"]
         if self._incremental:
-            if self._held:
-                event = self._coalesce([*self._held, event], event["meta_info"]["id"])
+            if self._held_events:
+                event = self._coalesce([*self._held_events, event], event["meta_info"]["id"])
             text = event["text"]
         else:
-            # SGLang may have added to the list since.
-            known, count = (
+            # SGLang may have appended to the list since it made the event.
+            passed, count = (
                 self._tokens + len(self._waiting),
                 event["meta_info"]["completion_tokens"],
             )
-            tokens, text = tokens[known:count], event["text"][self._length :]
+            tokens, text = tokens[passed:count], event["text"][self._length :]
         if not self._waiting and len(tokens) < 2:
             self._unread += tokens
-            return self._passed_on(event, [len(text)], len(tokens))
+            return self._pass_on(event, [len(text)], len(tokens))
         if not self._waiting:
             for token in self._unread:
                 self._ends.add(token)
             self._unread, self._begin = [], self._ends.sent
         self._waiting += map(self._ends.add, tokens)
-        whole = self._ends.is_whole
-        if not whole and not finish and len(self._waiting) <= MOST_WAITING:
-            self._held = [event]
+        is_whole = self._ends.is_whole
+        if not is_whole and not finish and len(self._waiting) <= MOST_WAITING:
+            self._held_events = [event]
             return []
         ends = [end - self._begin for end in self._waiting]
-        # A first token may have lost a space before it; a text that has ended lost its stop.
-        late = len(text) - ends[-1] if whole and not finish else 0
+        # The text may lack a space before the first token. A finished text may lack its stop.
+        late = len(text) - ends[-1] if is_whole and not finish else 0
         ends = [min(max(end + late, 0), len(text)) for end in ends[:-1]] + [len(text)]
-        return self._passed_on(event, ends, len(ends))
+        return self._pass_on(event, ends, len(ends))
 
-    def _passed_on(
-        self, event: dict[str, Any], ends: list[int], tokens: int
-    ) -> list[dict[str, Any]]:
+    def _pass_on(self, event: dict[str, Any], ends: list[int], tokens: int) -> list[dict[str, Any]]:
         parts = list(self._parts(event, ends))
-        self._held, self._waiting = [], []
+        self._held_events, self._waiting = [], []
         self._tokens, self._length = self._tokens + tokens, self._length + ends[-1]
         return parts
 
     def _parts(self, event: dict[str, Any], ends: list[int]) -> Iterator[dict[str, Any]]:
-        """Events whose new texts end there. The last has what an event has besides tokens."""
-        begin, last = 0, len(ends) - 1
+        """Yield events whose new texts end at `ends`. The last one keeps the other fields."""
+        begin, last_index = 0, len(ends) - 1
         for i, end in enumerate(ends):
-            info, left = dict(event["meta_info"]), last - i
-            one = slice(i, i + 1) if left else slice(i, None)
+            meta_info, later = dict(event["meta_info"]), last_index - i
+            span = slice(i, i + 1) if later else slice(i, None)
             if self._incremental:
-                ids, text = event["output_ids"][one], event["text"][begin:end]
-                for key in info.keys() & set(_INCREMENTAL_STREAMING_META_INFO_KEYS):
-                    info[key] = info[key][one]
+                ids, text = event["output_ids"][span], event["text"][begin:end]
+                for key in meta_info.keys() & set(_INCREMENTAL_STREAMING_META_INFO_KEYS):
+                    meta_info[key] = meta_info[key][span]
             else:
                 ids, text = event["output_ids"], event["text"][: self._length + end]
-            if left:
-                info["finish_reason"] = None
-                ids = ids if self._incremental else ids[: info["completion_tokens"] - left]
-                for key in info.keys() & set(COUNTS):
-                    info[key] -= left
-            yield {**event, "text": text, "output_ids": ids, "meta_info": info}
+            if later:
+                meta_info["finish_reason"] = None
+                ids = ids if self._incremental else ids[: meta_info["completion_tokens"] - later]
+                for key in meta_info.keys() & set(COUNTS):
+                    meta_info[key] -= later
+            yield {**event, "text": text, "output_ids": ids, "meta_info": meta_info}
             begin = end
 
 
 def _decoder(manager: Any, obj: Any) -> Callable[[list[int]], str]:
-    """Token ids -> text, as SGLang's detokenizer makes it for the request."""
+    """Return a function that decodes token ids as SGLang's detokenizer does for the request."""
     params = obj.sampling_params
     params = params[0] if isinstance(params, list) else params
     params = {**(manager.preferred_sampling_params or {}), **params}
@@ -143,7 +142,7 @@ def _decoder(manager: Any, obj: Any) -> Callable[[list[int]], str]:
     spaces = params.get("spaces_between_special_tokens", True)
 
     def decode(ids: list[int]) -> str:
-        # Of its object, the method reads the tokenizer only.
+        # The method reads only the tokenizer of its object, and `manager` has one, too.
         return str(DetokenizerManager._grouped_batch_decode(manager, [ids], [skip], [spaces])[0])
 
     return decode

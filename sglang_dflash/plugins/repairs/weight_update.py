@@ -1,4 +1,4 @@
-"""`/update_weights_from_disk` with a folder that is not the target's is refused, or is the draft's.
+"""A check of `/update_weights_from_disk`: the folder must hold the target's or the draft's weights.
 
 SGLang copies the tensors whose names it knows and reports success, whatever the folder holds.
 """
@@ -22,19 +22,23 @@ from sglang_dflash.serving.draft_updates import is_for_draft
 
 # Formats of --load-format that read safetensors files.
 CHECKED_FORMATS = (None, "auto", "safetensors")
-# A checkpoint with tied embeddings may leave either out.
+# A checkpoint with tied embeddings may leave out one of these.
 TIED = ("lm_head.weight", "embed_tokens.weight")
 
 
 async def check_and_update(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
-    """Around `TokenizerManager.update_weights_from_disk`: `(success, message, paused requests)`."""
+    """Around `TokenizerManager.update_weights_from_disk`: check the folder first.
+
+    Returns:
+        `(success, message, paused requests)`.
+    """
     if not await is_for_draft(manager, obj.model_path):
         try:
             check_format(obj.load_format)
-            given = manager.server_args
+            server_args = manager.server_args
             await asyncio.to_thread(
                 check_folder, obj.model_path, manager.model_path,
-                revision=given.revision, cache_dir=given.download_dir,
+                revision=server_args.revision, cache_dir=server_args.download_dir,
             )  # fmt: skip
         except ConfigError as error:
             return False, f"{error}. The weights are unchanged", 0
@@ -42,13 +46,15 @@ async def check_and_update(original: Any, manager: Any, obj: Any, request: Any =
 
 
 def check_format(load_format: str | None) -> None:
-    """Raise ConfigError for a format whose weights cannot be compared with the served ones: of
-    equal shapes, those of another model are reported as a success, of others they end the server.
+    """Raise ConfigError for a format whose weights cannot be compared with the served ones.
+
+    Weights of another model would be reported as a success if their shapes are equal, and would end
+    the server otherwise.
     """
     if load_format not in CHECKED_FORMATS:
-        known = ", ".join(repr(name) for name in CHECKED_FORMATS if name)
+        formats = ", ".join(repr(name) for name in CHECKED_FORMATS if name)
         required = (
-            f"one of {known} is required; SGLANG_PLUGINS=dflash,dflash_cpu leaves the repairs out, "
+            f"one of {formats} is required; SGLANG_PLUGINS=dflash,dflash_cpu leaves the repairs out, "
             "and with them this check"
         )
         raise ConfigError("load_format", load_format, required)
@@ -57,24 +63,24 @@ def check_format(load_format: str | None) -> None:
 def check_folder(folder: str, served: str, **where: Any) -> None:
     """Compare architecture, tensor names and shapes with those of the served checkpoint.
 
-    Either may be a name on the hub. Weights of the served model that are no safetensors files are
-    not compared.
+    Both may be names on the hub. If the served model is not stored in safetensors files, tensors
+    are not compared.
 
     Args:
-        where: of `snapshot_download`: where SGLang has loaded the served checkpoint from.
+        where: arguments of `snapshot_download` with which SGLang has loaded the served checkpoint.
 
     Raises:
-        ConfigError: the folder does not hold weights of the served model, or one of the two cannot
-            be had.
+        ConfigError: the folder does not hold weights of the served model, or one of the two
+            checkpoints cannot be read.
     """
     folder = _local("model_path", folder)
-    # It was loaded, so it is here: nothing is fetched.
-    kept = _local("served model", served, local_files_only=True, **where)
-    new, old = architectures(folder), architectures(kept)
+    # The served checkpoint was loaded from this machine, so nothing needs to be fetched.
+    served_folder = _local("served model", served, local_files_only=True, **where)
+    new, old = architectures(folder), architectures(served_folder)
     if new != old:
         raise ConfigError("model_path", folder, f"it holds {new}; the served model is {old}")
-    if any(Path(kept).glob("*.safetensors")):
-        tensors = stored_tensors(kept, "served")
+    if any(Path(served_folder).glob("*.safetensors")):
+        tensors = stored_tensors(served_folder, "served")
         check_tensors(folder, stored_tensors(folder, "new"), tensors)
 
 
@@ -82,7 +88,7 @@ def _local(field: str, name: str, **where: Any) -> str:
     """The local folder of a checkpoint, fetched from the hub if need be. Raises ConfigError.
 
     Args:
-        where: of `snapshot_download`.
+        where: arguments of `snapshot_download`.
     """
     if exists(name):
         return name
@@ -110,6 +116,6 @@ def check_tensors(
         if name not in old and name not in TIED:
             raise ConfigError("model_path", folder, f"tensor {name!r} is not the served model's")
         if name in new and name in old and new[name].shape != old[name].shape:
-            found, served = list(new[name].shape), list(old[name].shape)
-            required = f"{name} is {found}, the served model's {served}"
+            shape, served = list(new[name].shape), list(old[name].shape)
+            required = f"{name} is {shape}, the served model's {served}"
             raise ConfigError("model_path", folder, required)

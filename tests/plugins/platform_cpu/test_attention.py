@@ -47,7 +47,7 @@ class Pool:
             get_key_buffer=lambda _: self.keys, get_value_buffer=lambda _: self.values
         )
         requests = torch.tensor(rows or list(range(len(prefixes))))
-        made.layout = attention.Layout(requests, prefixes, counts)
+        made.layout = attention.BatchLayout(requests, prefixes, counts)
         made.pieces = {}
         return made
 

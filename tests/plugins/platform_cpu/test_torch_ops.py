@@ -10,7 +10,7 @@ import torch
 
 from sglang_dflash.plugins.platform_cpu.linear import update_by_ipc
 from sglang_dflash.plugins.platform_cpu.torch_ops import (
-    make_on_the_host,
+    create_on_host,
     send_prefix_without_event,
     table_qk_norm_rope_,
 )
@@ -50,7 +50,7 @@ def test_what_is_changed_for_a_call_comes_back_after_its_failure() -> None:
 
     current, scheduler = torch.cuda.current_device, SimpleNamespace(enable_overlap=True)
     with pytest.raises(KeyError):
-        make_on_the_host(failing)
+        create_on_host(failing)
     assert torch.cuda.current_device is current
     with pytest.raises(KeyError):
         send_prefix_without_event(failing, scheduler)

@@ -130,7 +130,7 @@ def test_sglang_needs_a_numa_node_per_rank(monkeypatch: pytest.MonkeyPatch) -> N
     ranks(monkeypatch, 1024)
     with pytest.raises(AssertionError, match="numa node"):
         original("sglang.srt.distributed.bootstrap._bind_threads_if_cpu")(device="cpu")
-    torch_ops.no_binding(device="cpu")
+    torch_ops.skip_binding(device="cpu")
 
 
 def test_sglang_places_threads_with_an_amx_kernel(
@@ -225,12 +225,12 @@ def test_memory_cannot_be_pinned() -> None:
 
 
 def needs_pinned_memory(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call fails by itself, and runs with `without_pinned_memory`."""
+    """The call fails by itself, and runs with `call_without_pinning`."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch._C.TensorBase.pin_memory)
     with pytest.raises((RuntimeError, AssertionError), match=r"driver|CUDA|accelerator"):
         call()
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch_ops.pin_memory)
-    torch_ops.without_pinned_memory(call)
+    torch_ops.call_without_pinning(call)
 
 
 def test_lora_layers_need_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

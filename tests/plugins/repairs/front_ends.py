@@ -50,7 +50,7 @@ def manager(tokenizer: Any, parsers: dict[str, str | None], events: Events, rows
             yield event
 
     def generate(obj: Any, request: Any = None) -> Any:
-        return streams.adapt(sent, made, obj, request) if rows else sent(made, obj, request)
+        return streams.adapt_events(sent, made, obj, request) if rows else sent(made, obj, request)
 
     made.generate_request = generate
     return made

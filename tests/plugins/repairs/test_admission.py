@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.runtime_context import get_context
 
-from sglang_dflash.plugins.repairs.admission import check_arrival, fit
+from sglang_dflash.plugins.repairs.admission import check_arrival, limit_request
 from tests.patches.originals import original
 
 POOL, SLIDING, WINDOW = 128, 80, 16
@@ -145,7 +145,7 @@ def test_what_cannot_begin_is_refused_and_nothing_else(
         ours, sglangs = Request(*case), Request(*case)
         for request in (ours, sglangs):
             Scheduler.init_req_max_new_tokens(made, request)  # type: ignore[arg-type]
-        fit(made, ours)
+        limit_request(made, ours)
         if ours.to_finish is not None:
             # Nor could one that asks for nothing.
             sglangs.sampling_params.max_new_tokens = 0
@@ -165,7 +165,7 @@ def test_requests_wait_for_ever_without_the_row() -> None:
         made, request = scheduler(page, cached, None), Request(tokens, 1000, ignore_eos=True)
         Scheduler.init_req_max_new_tokens(made, request)  # type: ignore[arg-type]
         assert not begins(made, request)
-        fit(made, request)
+        limit_request(made, request)
         if cached:
             assert f"({tokens} tokens) exceeds the maximum of 111 tokens" in request.to_finish
         else:
@@ -181,7 +181,7 @@ def test_a_prefill_server_asks_for_a_token() -> None:
         for tokens, ignores in itertools.product(range(1, LIMIT), (True, False)):
             request = Request(tokens, 1000, ignores)
             Scheduler.init_req_max_new_tokens(made, request)  # type: ignore[arg-type]
-            fit(made, request)
+            limit_request(made, request)
             request.sampling_params.max_new_tokens = 1
             case = page, cached, sliding, tokens, ignores
             refused = request.to_finish is not None

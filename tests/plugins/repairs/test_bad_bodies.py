@@ -48,7 +48,9 @@ def test_a_body_is_a_500_without_the_row(
     monkeypatch.setattr(utils, "request_body_to_args", read)
     monkeypatch.setattr(FunctionCallParser, "__init__", make)
     before = send(path, body).status_code
-    monkeypatch.setattr(utils, "request_body_to_args", functools.partial(bad_bodies.read, read))
+    monkeypatch.setattr(
+        utils, "request_body_to_args", functools.partial(bad_bodies.read_body, read)
+    )
     monkeypatch.setattr(
         FunctionCallParser,
         "__init__",
@@ -62,13 +64,13 @@ def test_what_is_read_stays() -> None:
     async def both(values: Any) -> tuple[Any, Any]:
         return values, []
 
-    assert asyncio.run(bad_bodies.read(both, {"a": 1})) == ({"a": 1}, [])
-    assert bad_bodies.convert(lambda value: value, 3) == 3
+    assert asyncio.run(bad_bodies.read_body(both, {"a": 1})) == ({"a": 1}, [])
+    assert bad_bodies.convert_request(lambda value: value, 3) == 3
 
 
 def test_a_conversion_that_fails_on_a_type_is_a_bad_value() -> None:
     with pytest.raises(ValueError, match=r"cannot read \(TypeError: int"):
-        bad_bodies.convert(int, None)
+        bad_bodies.convert_request(int, None)
 
 
 def test_a_wait_for_images_never_ends_without_the_row(monkeypatch: pytest.MonkeyPatch) -> None:

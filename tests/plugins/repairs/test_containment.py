@@ -175,26 +175,26 @@ def test_suspects_are_admitted_step_by_step(made: Any, monkeypatch: pytest.Monke
     s = Scheduler(c, a, b)
     contained = made(s)
     monkeypatch.setattr(recovery, "recover", lambda scheduler, found, *_: scheduler.requeue(found))
-    assert contained._judge([a, b], True, KeyError()) == []
+    assert contained._find_guilty([a, b], True, KeyError()) == []
 
     def planned(scheduler: Scheduler, **_: Any) -> Any:
         seen, scheduler.waiting_queue = scheduler.waiting_queue, []
         scheduler.running_batch = batch(*seen)
         return seen
 
-    assert containment.plan(planned, s, running_batch=None) == [b]
+    assert containment.plan_batch(planned, s, running_batch=None) == [b]
     assert s.waiting_queue == [c, a]
     b.output_ids = [1]
-    assert containment.plan(planned, s) == [a]
+    assert containment.plan_batch(planned, s) == [a]
     a.output_ids = [1, 2]
     compiled = s.grammar_manager.grammar_queue = [request("d")]
     with pytest.raises(KeyError):
-        containment.plan(lambda *_, **__: {}["x"], s)
+        containment.plan_batch(lambda *_, **__: {}["x"], s)
     assert s.grammar_manager.grammar_queue is compiled
     assert set(map(id, s.waiting_queue)) == {id(a), id(b), id(c)}
-    assert [r.rid for r in containment.plan(planned, s)] == ["a", "b"]
+    assert [r.rid for r in containment.plan_batch(planned, s)] == ["a", "b"]
     a.output_ids, b.output_ids = [1] * 3, [1] * 3
-    assert containment.plan(planned, s) == [c]
+    assert containment.plan_batch(planned, s) == [c]
 
 
 def test_a_request_that_cannot_be_queued_is_ended(made: Any) -> None:
@@ -210,7 +210,9 @@ def test_a_request_that_cannot_be_queued_is_ended(made: Any) -> None:
 
     s = Scheduler()
     contained = made(s)
-    containment.take_in(original, s, [tokenized("a"), tokenized("b", "bad", "c"), tokenized("d")])
+    containment.queue_received(
+        original, s, [tokenized("a"), tokenized("b", "bad", "c"), tokenized("d")]
+    )
     assert [r.rid for r in s.waiting_queue] == ["a", "b", "d"]
     assert [abort.rid for abort in s.aborted] == ["bad", "c"]
     assert s.aborted[0].finished_reason["status_code"] == 500
@@ -223,7 +225,7 @@ def test_a_request_that_cannot_be_queued_is_ended(made: Any) -> None:
 
     # An update of the weights that fails leaves nothing that could serve.
     with pytest.raises(RuntimeError, match="half of the weights"):
-        containment.take_in(control, s, [SimpleNamespace(batch=())])
+        containment.queue_received(control, s, [SimpleNamespace(batch=())])
 
 
 @pytest.mark.parametrize("kind", ["no request", "a device"])
@@ -284,7 +286,7 @@ class Result:
 @pytest.mark.parametrize("fails_at", ["a", "b", "c", "send a", "send b", "after"])
 def test_a_result_processed_in_part_is_undone(fails_at: str) -> None:
     result = Result(fails_at)
-    before = [recovery.Before.of(one) for one in result.requests]
+    before = [recovery.RequestSnapshot.of(one) for one in result.requests]
     recovery.undo(before, containment.frames_of(raised(result.process_batch_result)))
     for one in result.requests:
         done = fails_at not in "abc" or fails_at > one.rid
@@ -321,7 +323,7 @@ def test_caches_that_copy_by_themselves_turn_it_off(
             "enable_lmcache", "enable_unified_cache_external_linker",
         ), False),
     )  # fmt: skip
-    assert containment.unserved(own) == named
+    assert containment.unsupported_setting(own) == named
 
 
 def test_grammars_that_are_compiled_stay_if_the_pools_cannot_be_emptied() -> None:

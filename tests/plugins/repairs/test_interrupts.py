@@ -11,7 +11,7 @@ from multiprocessing.synchronize import Event
 
 import pytest
 
-from sglang_dflash.plugins.repairs.interrupts import leave_to_the_server
+from sglang_dflash.plugins.repairs.interrupts import ignore_interrupts
 from sglang_dflash.serving.start.refusal import use_one_line
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -21,7 +21,7 @@ def _loop(repaired: bool, begun: Event, ended: Event) -> None:
     # A test run's own choice would be inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if repaired:
-        leave_to_the_server(None)
+        ignore_interrupts(None)
     begun.set()
     ended.wait(60)
 
@@ -49,7 +49,7 @@ def test_a_child_leaves_it_to_the_server() -> None:
     assert _interrupted(repaired=True)
     # Not so a process of the user's that runs the loop itself.
     before = signal.getsignal(signal.SIGINT)
-    leave_to_the_server(None)
+    ignore_interrupts(None)
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionResponse
 
-from sglang_dflash.plugins.repairs.messages import keep_objects
+from sglang_dflash.plugins.repairs.messages import clear_other_arguments
 from tests.patches.originals import original
 
 CONVERT = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_response"
@@ -37,7 +37,7 @@ def test_arguments_that_are_no_object_are_a_500_without_the_row(
     with pytest.raises(ValidationError):
         original(CONVERT)(SERVING, response)
     with caplog.at_level(logging.WARNING, "sglang_dflash.plugins.repairs.messages"):
-        keep_objects(SERVING, response)
+        clear_other_arguments(SERVING, response)
     blocks = original(CONVERT)(SERVING, response).content
     assert [block.input for block in blocks] == [{"a": 1}, {}, {}, {}]
     assert len([line for line in caplog.messages if "no JSON object" in line]) == 1
@@ -46,5 +46,5 @@ def test_arguments_that_are_no_object_are_a_500_without_the_row(
 def test_an_answer_without_calls_stays() -> None:
     for response in (answer(), answer().model_copy(update={"choices": []})):
         before = response.model_dump()
-        keep_objects(SERVING, response)
+        clear_other_arguments(SERVING, response)
         assert response.model_dump() == before

@@ -121,14 +121,14 @@ def test_a_profile_that_cannot_be_made_is_an_answer(
         assert request(profiler, asked).success
         with pytest.raises(Exception):  # noqa: B017  # Of many types.
             step(profiler, batch)
-        profiles.follow(step, profiler, batch)
+        profiles.log_failure(step, profiler, batch)
     else:
         with pytest.raises(Exception):  # noqa: B017
             request(profiler, asked)
-        answer = profiles.answer(request, profiler, asked)
+        answer = profiles.report_failure(request, profiler, asked)
         assert not answer.success and "no profile can be made" in answer.message
     # Nothing is left that fails in later steps, and another profile can be made.
     step(profiler, batch)
     asked.activities, asked.profile_by_stage, asked.num_steps = ["CPU"], False, None
-    assert profiles.answer(request, profiler, asked).success
+    assert profiles.report_failure(request, profiler, asked).success
     profiler.torch_profiler.stop()

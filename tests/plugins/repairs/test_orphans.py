@@ -8,7 +8,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from sglang_dflash.plugins.repairs.orphans import end
+from sglang_dflash.plugins.repairs.orphans import end_if_orphaned
 from tests.patches.originals import original
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -23,7 +23,7 @@ def _child(repaired: bool, news: Connection) -> None:
     original(ASK)()
     try:
         if repaired:
-            end()
+            end_if_orphaned()
         news.send("waits for ever")
     except SystemExit as error:
         news.send(str(error))
@@ -54,8 +54,8 @@ def test_a_child_outlives_the_server_without_the_rows() -> None:
 
 
 def test_a_process_with_a_parent_or_of_its_own_goes_on() -> None:
-    end()
-    child = SPAWN.Process(target=end)
+    end_if_orphaned()
+    child = SPAWN.Process(target=end_if_orphaned)
     child.start()
     child.join(60)
     assert child.exitcode == 0

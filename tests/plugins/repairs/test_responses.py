@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
 
-from sglang_dflash.plugins.repairs.responses import whole_budget
+from sglang_dflash.plugins.repairs.responses import restore_budget
 from tests.patches.originals import original
 
 TO_PARAMS = "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params"
@@ -15,9 +15,9 @@ def test_two_tokens_are_missing_without_the_row() -> None:
         request = ResponsesRequest(input="x", max_output_tokens=asked)
         params = original(TO_PARAMS)(request, None, {})
         assert params["max_new_tokens"] == sglangs
-        assert whole_budget(params, request, None, {})["max_new_tokens"] == asked
+        assert restore_budget(params, request, None, {})["max_new_tokens"] == asked
     # As many as there is room for, or as the model's generation_config.json allows.
     request = ResponsesRequest(input="x")
     for default in (None, 30):
         params = original(TO_PARAMS)(request, None, {"max_new_tokens": default})
-        assert whole_budget(params, request, None, {})["max_new_tokens"] == default
+        assert restore_budget(params, request, None, {})["max_new_tokens"] == default

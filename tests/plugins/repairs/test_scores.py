@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_dflash.plugins.repairs.scores import without_output
+from sglang_dflash.plugins.repairs.scores import drop_output_logprobs
 from tests.patches.originals import original
 
 ADD = (
@@ -41,7 +41,7 @@ def test_an_output_token_is_scored_without_the_row() -> None:
         count = original(ADD)(*given)
         kept = request.logprob
         assert kept.output_token_logprobs_val == [(-0.5, -0.25)[row]]
-        assert without_output(count, *given) == count == 0
+        assert drop_output_logprobs(count, *given) == count == 0
         assert kept.output_token_logprobs_val == [[], [-0.25]][row]
         assert kept.output_token_logprobs_idx == [[], [8]][row]
         assert kept.output_token_ids_logprobs_val == [[(-2.0, -3.0)[row]]]

@@ -39,13 +39,13 @@ EXPONENTIAL = "(x+x+)+y", 60 * "x"
 
 
 def test_a_pattern_takes_for_ever_without_the_row() -> None:
-    with pytest.raises(stop_patterns.TooLong):
+    with pytest.raises(stop_patterns.SearchTimeout):
         stop_patterns.within(1, look, request(*EXPONENTIAL))
 
 
 def test_a_pattern_that_takes_too_long_ends_its_request() -> None:
     slow, began = request(*EXPONENTIAL), time.process_time()
-    assert stop_patterns.find_in_time(look, slow)
+    assert stop_patterns.match_in_time(look, slow)
     assert time.process_time() - began < 0.5
     assert isinstance(slow.finished_reason, FINISH_ABORT)
     assert slow.finished_reason.to_json()["status_code"] == 400
@@ -55,7 +55,7 @@ def test_a_pattern_that_takes_too_long_ends_its_request() -> None:
 @pytest.mark.parametrize(("text", "found"), [("a;", True), ("a", False)])
 def test_others_are_looked_for_as_before(text: str, found: bool) -> None:
     usual = request("[a-z];", text)
-    assert stop_patterns.find_in_time(look, usual) is found
+    assert stop_patterns.match_in_time(look, usual) is found
     assert (usual.finished_reason is not None) is found
     # The limit is over.
     began = time.process_time()
@@ -130,8 +130,8 @@ def test_a_timer_may_fire_at_any_point(monkeypatch: pytest.MonkeyPatch) -> None:
         sys.settrace(trace)
         try:
             outcomes.add(stop_patterns.within(1, lambda: 5))
-        except stop_patterns.TooLong:
-            outcomes.add(stop_patterns.TooLong)
+        except stop_patterns.SearchTimeout:
+            outcomes.add(stop_patterns.SearchTimeout)
         finally:
             sys.settrace(tracer)
         assert signal.getsignal(signal.SIGVTALRM) == before and not timer.armed
@@ -140,7 +140,7 @@ def test_a_timer_may_fire_at_any_point(monkeypatch: pytest.MonkeyPatch) -> None:
     points = 0
     while fired(points):
         points += 1
-    assert points > 10 and outcomes == {5, stop_patterns.TooLong}
+    assert points > 10 and outcomes == {5, stop_patterns.SearchTimeout}
 
 
 def test_looks_that_are_slow_each_time_end_their_request_too() -> None:
@@ -153,7 +153,7 @@ def test_looks_that_are_slow_each_time_end_their_request_too() -> None:
             pass
         return False
 
-    while not stop_patterns.find_in_time(an_eighth, slow):
+    while not stop_patterns.match_in_time(an_eighth, slow):
         looks, slow.output_ids = looks + 1, [*slow.output_ids, 5]
         assert looks < 1000
     assert looks > 1 and isinstance(slow.finished_reason, FINISH_ABORT)
@@ -183,17 +183,17 @@ def test_a_request_that_took_too_long_on_another_rank_ends_on_this_one(
     """Found here or not. Ranks whose batches differ wait for each other for ever."""
     of_two_ranks(monkeypatch, inf)
     usual = request("[a-z];", text)
-    assert stop_patterns.find_in_time(look, usual)
+    assert stop_patterns.match_in_time(look, usual)
     assert isinstance(usual.finished_reason, FINISH_ABORT) and usual.finished_len is None
 
 
 def test_ranks_count_the_seconds_of_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
     of_two_ranks(monkeypatch, stop_patterns.FIRST / 2)
     usual = request("[a-z];", "a")
-    assert not stop_patterns.find_in_time(look, usual)
+    assert not stop_patterns.match_in_time(look, usual)
     assert usual.dflash_stop_seconds == stop_patterns.FIRST / 2
     sent = of_two_ranks(monkeypatch, 0.0)
-    assert stop_patterns.find_in_time(look, request(*EXPONENTIAL))
+    assert stop_patterns.match_in_time(look, request(*EXPONENTIAL))
     assert sent == [inf]
 
 
@@ -202,5 +202,5 @@ def test_ranks_that_look_at_other_times_have_no_limit(
     other: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = of_two_ranks(monkeypatch, inf, **other)
-    assert not stop_patterns.find_in_time(look, request("[a-z];", "a"))
+    assert not stop_patterns.match_in_time(look, request("[a-z];", "a"))
     assert not sent

@@ -33,11 +33,11 @@ def causal_conv1d_fn(
     """
     bounds = query_start_loc.tolist()
     slots = range(len(bounds) - 1) if cache_indices is None else cache_indices.tolist()
-    known = [False] * len(slots) if has_initial_state is None else has_initial_state.tolist()
+    is_continued = [False] * len(slots) if has_initial_state is None else has_initial_state.tolist()
     keep = weight.shape[1] - 1
     tokens = x.T
     out = torch.zeros(tokens.shape, dtype=x.dtype, device=x.device)
-    for slot, old, start, end in zip(slots, known, bounds[:-1], bounds[1:], strict=True):
+    for slot, old, start, end in zip(slots, is_continued, bounds[:-1], bounds[1:], strict=True):
         if slot < 0 or start == end:
             continue
         history = conv_states[slot, :, :keep]

@@ -154,9 +154,9 @@ def fused_sigmoid_gating_delta_rule_update(
     inputs, pool = Inputs(q, k, v, g, beta), initial_state_source
     bounds = list(range(0, len(g) + 1, shape[1])) if cu_seqlens is None else cu_seqlens.tolist()
     out = torch.zeros(len(g), *shape[2:], dtype=v.dtype, device=v.device)
-    indices, kept = initial_state_indices, intermediate_state_indices
+    indices, rows = initial_state_indices, intermediate_state_indices
     snapshots = intermediate_states_buffer
-    _run(inputs, bounds, pool, indices, out, snapshots, kept, update=not disable_state_update)
+    _run(inputs, bounds, pool, indices, out, snapshots, rows, update=not disable_state_update)
     return out.unflatten(0, shape[:2])
 
 
@@ -169,7 +169,7 @@ class Inputs(NamedTuple):
     g: Tensor
     beta: Tensor
 
-    def of_run(self, tokens: slice, count: int, length: int, rows: Tensor) -> Inputs:
+    def select_run(self, tokens: slice, count: int, length: int, rows: Tensor) -> Inputs:
         """The `rows` of a run of `count` sequences of equal `length`, `[N, length, ...]`."""
         return Inputs(*(x[tokens].unflatten(0, (count, length))[rows] for x in self))
 
@@ -193,7 +193,7 @@ def _run(
         tokens = slice(bounds[first], bounds[first] + count * length)
         sequences = slice(first, first + count)
         rows, slots = real_rows(indices[sequences])
-        run = inputs.of_run(tokens, count, length, rows)
+        run = inputs.select_run(tokens, count, length, rows)
         run_out = out[tokens].unflatten(0, (count, length))
         if snapshots is None and not update:
             run_out[rows] = replay.block_outputs(*run, pool[slots]).to(out.dtype)
@@ -201,8 +201,8 @@ def _run(
         outputs, after = gdn.recurrent(*run, pool[slots], every=snapshots is not None)
         run_out[rows] = outputs.to(out.dtype)
         if snapshots is not None and snapshot_rows is not None:
-            kept = snapshot_rows[sequences][rows].long()
-            snapshots[kept, :length] = after.transpose(0, 1).to(snapshots.dtype)
+            kept_rows = snapshot_rows[sequences][rows].long()
+            snapshots[kept_rows, :length] = after.transpose(0, 1).to(snapshots.dtype)
         if update:
             pool[slots] = after[-1].to(pool.dtype)
 
