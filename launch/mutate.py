@@ -1,11 +1,11 @@
-"""Put bugs back, one at a time, and see the tests go red.
+"""Put bugs back, one at a time, and check that tests fail.
 
     python launch/mutate.py [NAME ...]
 
-reads tests/reliability/mutations.toml. Each bug is a text that is replaced in one file of a
-temporary copy of the tree; the tests that it names must fail then, and pass without it. Prints a
-line per bug. The exit status is 1 if one survives, if its text is not found exactly once, or if a
-test fails without it.
+reads tests/reliability/mutations.toml. Each bug replaces a text in one file of a temporary copy of
+the tree. The tests that it names must fail with the bug, and pass without it. Prints a line per
+bug. The exit status is 1 if a bug survives, if its text does not occur exactly once, or if a test
+fails without any bug.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ KILLED, SURVIVED, BROKEN = "killed", "SURVIVED", "BROKEN"
 
 @dataclass(frozen=True)
 class Mutation:
-    """A bug: `old`, which `file` holds exactly once, becomes `new`.
+    """A bug: `old`, which occurs exactly once in `file`, is replaced by `new`.
 
     Attributes:
-        chosen: "blind" if whoever chose it had not read the tests, else "known".
-        tests: pytest node ids, all of which must fail: of functions, or of one set of parameters.
+        chosen: "blind" if the bug was chosen without knowledge of the tests, else "known".
+        tests: pytest node ids, all of which must fail: functions, or single sets of parameters.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Mutation:
     new: str
     tests: tuple[str, ...]
 
-    def applied(self, text: str) -> str:
-        """The file's text with the bug. Raises ValueError unless `old` is in it exactly once."""
+    def apply(self, text: str) -> str:
+        """Return a text with the bug. Raises ValueError unless `old` occurs exactly once."""
         count = text.count(self.old)
         if count != 1:
             raise ValueError(f"{self.name}: {count} places in {self.file} have the text, not 1")
@@ -54,17 +54,17 @@ class Mutation:
 
 
 def read_list(path: Path) -> list[Mutation]:
-    """The bugs of a list. Raises ValueError if two have one name, or one names no test."""
-    found = []
+    """Read a list of bugs. Raises ValueError if two have the same name, or one names no test."""
+    mutations = []
     for row in tomllib.loads(path.read_text())["mutation"]:
-        found.append(Mutation(**{**row, "tests": tuple(row["tests"])}))
-        if not found[-1].tests:
-            raise ValueError(f"{found[-1].name}: names no test")
-    names = [mutation.name for mutation in found]
+        mutations.append(Mutation(**{**row, "tests": tuple(row["tests"])}))
+        if not mutations[-1].tests:
+            raise ValueError(f"{mutations[-1].name}: names no test")
+    names = [mutation.name for mutation in mutations]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ValueError(f"two mutations have the name {twice.pop()!r}")
-    return found
+    return mutations
 
 
 def copy_tree(root: Path, to: Path) -> None:
@@ -77,42 +77,42 @@ def copy_tree(root: Path, to: Path) -> None:
             shutil.copy2(root / name, to / name)
 
 
-def outcomes(copy: Path, tests: Sequence[str]) -> dict[str, bool]:
-    """Run tests of the copy: of each function, whether it passed with all of its parameters, and of
-    each set of parameters. All failed if the process died."""
+def run_tests(copy: Path, tests: Sequence[str]) -> dict[str, bool]:
+    """Run tests of the copy. Returns whether each function passed with all of its parameters, and
+    whether it passed with each set of parameters. All have failed if the process died."""
     paths = f"{copy}:{copy / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
-    # Compiled files are told apart by whole seconds. Options for other tests are not for these.
+    # Without bytecode files, whose time stamps have whole seconds, and without inherited options.
     env = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-rA", "--tb=no", *tests]
     command += ["-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", "--hypothesis-seed=0"]
     done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
     if done.returncode < 0:
         return dict.fromkeys(tests, False)
-    found: dict[str, bool] = {}
-    # An error of a fixture or of an import is no outcome of a function.
-    for outcome, test, given in re.findall(
+    passed: dict[str, bool] = {}
+    # An error in a fixture or an import is no result of a test.
+    for outcome, test, parameters in re.findall(
         r"^(PASSED|FAILED) (\S+?::\w+)(\[.*?\])?", done.stdout, re.M
     ):
-        for name in {test, test + given}:
-            found[name] = found.get(name, True) and outcome == "PASSED"
-    return found
+        for name in {test, test + parameters}:
+            passed[name] = passed.get(name, True) and outcome == "PASSED"
+    return passed
 
 
-def try_out(copy: Path, mutation: Mutation) -> tuple[str, str]:
-    """Apply a bug to the copy, run its tests, and put the file back: the outcome, and why if the
-    bug was not killed."""
+def try_mutation(copy: Path, mutation: Mutation) -> tuple[str, str]:
+    """Apply a bug to the copy, run its tests, and restore the file. Returns the outcome, and the
+    reason if the bug was not killed."""
     path = copy / mutation.file
     try:
         original = path.read_text()
-        path.write_text(mutation.applied(original))
+        path.write_text(mutation.apply(original))
     except (ValueError, OSError) as error:
         return BROKEN, str(error)
-    found = outcomes(copy, mutation.tests)
+    passed = run_tests(copy, mutation.tests)
     path.write_text(original)
-    unknown = [test for test in mutation.tests if test not in found]
+    unknown = [test for test in mutation.tests if test not in passed]
     if unknown:
         return BROKEN, f"not run: {unknown[0]}"
-    green = [test for test in mutation.tests if found[test]]
+    green = [test for test in mutation.tests if passed[test]]
     return (SURVIVED, f"passed: {', '.join(green)}") if green else (KILLED, "")
 
 
@@ -122,7 +122,7 @@ def run(root: Path, mutations: Sequence[Mutation]) -> int:
         copy = Path(folder)
         copy_tree(root, copy)
         tests = sorted({test for mutation in mutations for test in mutation.tests})
-        passed = outcomes(copy, tests)
+        passed = run_tests(copy, tests)
         red = [test for test in tests if not passed.get(test, False)]
         if red:
             print("these tests fail, or are not found, without any bug:", *red, sep="\n    ")
@@ -130,7 +130,7 @@ def run(root: Path, mutations: Sequence[Mutation]) -> int:
         killed, width = 0, max(len(mutation.name) for mutation in mutations)
         for mutation in mutations:
             began = time.monotonic()
-            outcome, why = try_out(copy, mutation)
+            outcome, why = try_mutation(copy, mutation)
             killed += outcome == KILLED
             print(
                 f"{outcome:8}  {mutation.name:{width}}  {mutation.chosen:5}  "

@@ -1,8 +1,8 @@
-"""Write the flags of a server's parser to `sglang_dflash/serving/start/server_flags.json`.
+"""Write the flags of a server to `sglang_dflash/serving/start/server_flags.json`.
 
     python -m launch.server_flags
 
-loads SGLang with our plugins.
+Loads SGLang with our plugins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def server_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def described(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
+def describe_flags(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
     """The rows of the file (`serving.start.server_flags.rows`)."""
     return [_row(action) for action in parser._actions]
 
@@ -42,7 +42,7 @@ def _row(action: argparse.Action) -> dict[str, Any]:
     if name in TYPES:
         row["type"] = name
     if action.choices is not None:
-        # SGLang has a set among them.
+        # Some choices of SGLang are a set.
         choices = (
             action.choices if isinstance(action.choices, list | tuple) else sorted(action.choices)
         )
@@ -56,4 +56,4 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(as_text(described(server_parser())))
+    FILE.write_text(as_text(describe_flags(server_parser())))

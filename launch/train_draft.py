@@ -2,11 +2,11 @@
 
     python launch/train_draft.py --target FOLDER --work WORK --out DRAFT
 
-Stages: text (the target writes chats, or answers --prompts), states (what the draft reads), draft
-(DFlash v1), dflash2 (if --dflash2 is given; it starts from that one), card. A stage whose result is
-there is skipped, and an interrupted one resumes: run the same command again. More --shards or
---steps (or --minutes) go on from what is there. It runs on one GPU, where states are in memory
-only, or on one core of a CPU. SIGTERM saves the state of training and ends it.
+Stages: text (the target writes chats, or answers --prompts), states (the draft's inputs), draft
+(DFlash v1), dflash2 (if --dflash2 is given; it starts from the v1 draft), card. A stage whose
+result exists is skipped, and an interrupted one resumes: run the same command again. More --shards
+or --steps (or --minutes) continue from the existing state. It runs on one GPU, where states are
+kept in memory only, or on one core of a CPU. SIGTERM saves the state of training and ends it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from launch.draft_training import card, text
-from launch.draft_training.loop import Length
+from launch.draft_training.loop import TrainingLimit
 from launch.draft_training.recipe import Recipe
 from sglang_dflash.tools.bench import datasets
 
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     try:
         held_out = {"chat": datasets.load("chat", datasets.ALL)}
-        for name, file in (given.split("=", 1) for given in args.held_out):
+        for name, file in (argument.split("=", 1) for argument in args.held_out):
             held_out[name] = datasets.from_file(Path(file))
         prompts = datasets.from_file(args.prompts) if args.prompts else ()
         recipe = Recipe(args.target, args.work, prompts, held_out, args.device, start=args.start)
@@ -103,8 +103,10 @@ def run(args: argparse.Namespace, recipe: Recipe) -> None:
             args.shards, args.chats or text.CHATS[recipe.device.type], args.server
         ),
         "states": recipe.write_states,
-        "draft": lambda: recipe.train(False, Length(steps, seconds), every),
-        "dflash2": lambda: args.dflash2 and recipe.train(True, Length(args.dflash2_steps), every),
+        "draft": lambda: recipe.train(False, TrainingLimit(steps, seconds), every),
+        "dflash2": lambda: (
+            args.dflash2 and recipe.train(True, TrainingLimit(args.dflash2_steps), every)
+        ),
         "card": lambda: [
             card.write(recipe, name, folder)
             for name, folder in (("draft", args.out), ("dflash2", args.dflash2))

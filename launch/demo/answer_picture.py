@@ -1,5 +1,7 @@
-"""Answers of several servers to one prompt at one moment, as an SVG for light and dark pages: one
-panel a server, from the answer's first line on, and beside it how fast the server is."""
+"""The answers of several servers to one prompt at one moment, as an SVG for light and dark pages.
+
+Each server has a panel with the beginning of its answer and its speed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-# Pixels, and characters of a line of an answer.
+# Sizes in pixels; COLUMNS is in characters.
 WIDTH, RIGHT, LINE, MARGIN, COLUMNS = 720, 176, 21, 16, 56
 _CHARACTER = 9.0
 
@@ -25,14 +27,14 @@ text { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans 
 }"""
 
 
-class Shown(NamedTuple):
+class TimedAnswer(NamedTuple):
     """An answer up to a moment.
 
     Attributes:
-        name: of the server.
+        name: the server's name.
         steps: the text that each step has added.
-        tokens: of the answer so far.
-        seconds: since the request.
+        tokens: number of tokens so far.
+        seconds: time since the request.
     """
 
     name: str
@@ -46,14 +48,14 @@ class Shown(NamedTuple):
         return self.tokens / self.seconds
 
 
-def picture(prompt: str, answers: Sequence[Shown], caption: str) -> str:
-    """The SVG; all panels are as high as the longest answer.
+def picture(prompt: str, answers: Sequence[TimedAnswer], caption: str) -> str:
+    """Return the SVG. All panels are as high as the longest answer needs.
 
     Args:
-        answers: the first one is what the others are compared with.
+        answers: the others are compared with the first one.
         caption: the model, the machine and the command.
     """
-    lines = [wrapped(answer.steps) for answer in answers]
+    lines = [wrap_steps(answer.steps) for answer in answers]
     height = LINE * max(6, *map(len, lines)) + 2 * MARGIN
     parts, top = [_text(MARGIN, 28, "ink", f"> {_cut(' '.join(prompt.split()))}")], 44.0
     for answer, rows in zip(answers, lines, strict=True):
@@ -65,7 +67,7 @@ def picture(prompt: str, answers: Sequence[Shown], caption: str) -> str:
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total}" role="img" '
-        f'aria-label="{escape(_spoken(answers), quote=True)}">\n<style>{_STYLE}\n</style>\n'
+        f'aria-label="{escape(_alt_text(answers), quote=True)}">\n<style>{_STYLE}\n</style>\n'
         f'<rect class="page" width="{WIDTH}" height="{total}"/>\n{body}\n</svg>\n'
     )
 
@@ -73,8 +75,8 @@ def picture(prompt: str, answers: Sequence[Shown], caption: str) -> str:
 _LEGEND = "Tokens of one step have one color. Both panels: the moment at which one answer ends."
 
 
-def wrapped(steps: Sequence[str]) -> list[list[tuple[str, int]]]:
-    """Lines of an answer, as pieces of text and the number of the step that they come from."""
+def wrap_steps(steps: Sequence[str]) -> list[list[tuple[str, int]]]:
+    """Wrap an answer into lines of pieces: a text, and the index of the step that added it."""
     lines: list[list[tuple[str, int]]] = [[]]
     column = 0
     for word in _words(steps):
@@ -94,26 +96,30 @@ def wrapped(steps: Sequence[str]) -> list[list[tuple[str, int]]]:
 
 
 def _words(steps: Sequence[str]) -> Iterator[list[tuple[str, int]]]:
-    """Line ends, runs of spaces and words, each in pieces of one step."""
+    """Yield line ends, runs of spaces and words, each as pieces of one step."""
     word = list[tuple[str, int]]()
     before = ""
     for number, added in enumerate(steps):
         for character in added:
-            kind = "\n" if character == "\n" else " " if character.isspace() else "word"
-            if word and (kind != before or kind == "\n"):
+            character_class = "\n" if character == "\n" else " " if character.isspace() else "word"
+            if word and (character_class != before or character_class == "\n"):
                 yield word
                 word = []
             if word and word[-1][1] == number:
                 word[-1] = (word[-1][0] + character, number)
             else:
                 word.append((character, number))
-            before = kind
+            before = character_class
     if word:
         yield word
 
 
 def _panel(
-    answer: Shown, rows: list[list[tuple[str, int]]], top: float, height: float, first: Shown
+    answer: TimedAnswer,
+    rows: list[list[tuple[str, int]]],
+    top: float,
+    height: float,
+    reference: TimedAnswer,
 ) -> Iterator[str]:
     yield (
         f'<rect class="panel" x="0.5" y="{top + 0.5}" width="{WIDTH - 1}" height="{height - 1}" '
@@ -130,8 +136,8 @@ def _panel(
     yield _text(right + 92, top + 74, "soft", "tokens/s")
     steps = answer.tokens / max(1, len(answer.steps))
     yield _text(right, top + 100, "soft", f"{steps:.2f} tokens a step")
-    if answer is not first:
-        yield _text(right, top + 122, "name", f"{answer.rate / first.rate:.2f}x as fast")
+    if answer is not reference:
+        yield _text(right, top + 122, "name", f"{answer.rate / reference.rate:.2f}x as fast")
 
 
 def _text(x: float, y: float, style: str, text: str) -> str:
@@ -139,10 +145,10 @@ def _text(x: float, y: float, style: str, text: str) -> str:
 
 
 def _cut(text: str) -> str:
-    most = int((WIDTH - 2 * MARGIN) / _CHARACTER) - 2
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    columns = int((WIDTH - 2 * MARGIN) / _CHARACTER) - 2
+    return text if len(text) <= columns else f"{text[: columns - 3]}..."
 
 
-def _spoken(answers: Sequence[Shown]) -> str:
+def _alt_text(answers: Sequence[TimedAnswer]) -> str:
     rates = ", ".join(f"{answer.name} {answer.rate:.1f} tokens/s" for answer in answers)
     return f"Two servers answer one prompt: {rates}"

@@ -2,10 +2,10 @@
 
     python -m launch.demo.main [--model smollm2] [--check] [--out FILE] [--picture SVG]
 
-On a terminal both first answer some prompts at once. Then all are measured: greedy, float32 (on
-a GPU bfloat16), one request at a time, in turns; the server that waits sleeps. With --check it ends
-after the comparison and its last line is one JSON object; without, it keeps serving DFLASH until
-Ctrl-C.
+On a terminal, both servers first answer some prompts at once. Then all prompts are measured:
+greedy, in float32 (on a GPU bfloat16), one request at a time, in turns; the waiting server sleeps.
+With --check, the demo ends after the comparison, and its last line is one JSON object. Otherwise it
+keeps serving DFLASH until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from launch.demo.answer_picture import picture
-from launch.demo.race import Lane, race
+from launch.demo.race import LiveAnswer, race
 from sglang_dflash.common.command_line import add_flags
 from sglang_dflash.common.errors import Failed
 from sglang_dflash.common.progress import progress_bar, waiting
@@ -45,15 +46,14 @@ from sglang_dflash.tools.demo_pairs import fetch as public_target
 from sglang_dflash.tools.demo_pairs.pairs import DemoPair, demo_pair, kinds
 from sglang_dflash.tools.demo_pairs.public_target import KIND
 
-# Prompts that are measured, and of these how many are shown before.
+# Prompts that are measured, and the number of them that are shown first.
 MEASURED, SHOWN = 12, 3
-# What the chat model is asked.
+# Built-in data sets of the chat model's prompts.
 TASKS = ("chat", "code", "edits")
 
 
-class Timed(NamedTuple):
-    """An answer's token ids, its verify steps (0 in plain decoding), and the seconds that it
-    took."""
+class MeasuredAnswer(NamedTuple):
+    """An answer's token ids, its verify steps (0 in plain decoding), and its seconds."""
 
     ids: list[int]
     steps: int
@@ -61,60 +61,61 @@ class Timed(NamedTuple):
 
 
 def prompts_of(pair: DemoPair) -> list[tuple[str, Prompt]]:
-    """Return prompts and their tasks: first turns of the built-in data sets `TASKS`, one of each in
-    turn, or the texts that a pair without a chat template continues."""
+    """Return prompts with their tasks: first turns of the data sets `TASKS` in turn, or the texts
+    of a pair without a chat template."""
     if pair.kind != KIND:
         return [("text", Prompt((text,), chat=False)) for text in pair.prompts[:MEASURED]]
     count = MEASURED // len(TASKS)
-    by_task = [[(task, each) for each in datasets.load(task, count)] for task in TASKS]
-    in_turns = [each for row in zip(*by_task, strict=True) for each in row]
+    by_task = [[(task, prompt) for prompt in datasets.load(task, count)] for task in TASKS]
+    in_turns = list(chain.from_iterable(zip(*by_task, strict=True)))
     return [(task, Prompt(prompt.turns[:1], chat=True)) for task, prompt in in_turns]
 
 
 def config_of(pair: DemoPair, *, dflash: bool, on_gpu: bool) -> ServerConfig:
-    """Configure a demo server: the chat pair is served with the defaults of users, pairs that have
-    memorized their text in whole blocks."""
+    """Configure a server. The chat pair gets a server's defaults, memorized pairs whole blocks."""
     config = demo_config(pair, dflash=dflash, accelerator=on_gpu)
     return config.without_flags("--speculative-dflash-width") if pair.kind == KIND else config
 
 
-def ask(server: Server, prompt: list[int], sampling: dict[str, Any]) -> Timed:
+def ask(server: Server, prompt: list[int], sampling: dict[str, Any]) -> MeasuredAnswer:
     began = time.perf_counter()
     answer = server.generate(prompt, **sampling)
     seconds = time.perf_counter() - began
-    return Timed(answer["output_ids"], answer["meta_info"].get("spec_verify_ct") or 0, seconds)
+    return MeasuredAnswer(
+        answer["output_ids"], answer["meta_info"].get("spec_verify_ct") or 0, seconds
+    )
 
 
 def answers_of(
     plain: Server, dflash: Server, prompts: Sequence[list[int]], sampling: dict[str, Any]
-) -> tuple[list[Timed], list[Timed]]:
-    """The answers of both servers to all prompts, of token ids, in turns."""
-    servers, answers = (plain, dflash), dict[Server, list[Timed]]()
+) -> tuple[list[MeasuredAnswer], list[MeasuredAnswer]]:
+    """Let both servers answer all prompts (token ids), in turns. Returns their answers."""
+    servers, answers = (plain, dflash), dict[Server, list[MeasuredAnswer]]()
     for server in servers:
         server.generate(prompts[0], temperature=0, max_new_tokens=32)
         answers[server] = []
     for i, prompt in enumerate(prompts):
         for server in servers[:: -1 if i % 2 else 1]:
             answers[server].append(ask(server, prompt, sampling))
-        rates = " -> ".join(f"{tokens_per_second(of):.1f}" for of in answers.values())
+        rates = " -> ".join(f"{tokens_per_second(timed):.1f}" for timed in answers.values())
         print(f"prompt {i + 1}/{len(prompts)}: {rates} tok/s", flush=True)
     return answers[plain], answers[dflash]
 
 
-def speedups(tasks: Sequence[str], plain: list[Timed], dflash: list[Timed]) -> dict[str, float]:
-    """Tokens/s of all answers of a task over those of plain decoding."""
-    found = {}
+def speedups(
+    tasks: Sequence[str], plain: list[MeasuredAnswer], dflash: list[MeasuredAnswer]
+) -> dict[str, float]:
+    """Return DFLASH's tokens/s over plain decoding's, by task."""
+    ratios = {}
     for task in dict.fromkeys(tasks):
-        both = [
-            tokens_per_second([one for of, one in zip(tasks, answers, strict=True) if of == task])
-            for answers in (dflash, plain)
-        ]
-        found[task] = round(both[0] / both[1], 2)
-    return found
+        rows = [i for i, task_of_row in enumerate(tasks) if task_of_row == task]
+        rates = [tokens_per_second([answers[i] for i in rows]) for answers in (dflash, plain)]
+        ratios[task] = round(rates[0] / rates[1], 2)
+    return ratios
 
 
-def median_prompt(plain: list[Timed], dflash: list[Timed]) -> int:
-    """The prompt whose speedup is the median (the lower one of two)."""
+def median_prompt(plain: list[MeasuredAnswer], dflash: list[MeasuredAnswer]) -> int:
+    """Return the index of the prompt with the median speedup (the lower one of two)."""
     ratios = [a.seconds / b.seconds for a, b in zip(plain, dflash, strict=True)]
     return ratios.index(statistics.median_low(ratios))
 
@@ -123,13 +124,13 @@ def draw(
     pair: DemoPair,
     plain: Server,
     dflash: Server,
-    asked: tuple[str, Any],
+    prompt: tuple[str, Any],
     sampling: dict[str, Any],
 ) -> str:
-    """The picture of both answers to a prompt, each given alone, at the moment at which the
-    shorter one ends."""
-    text, ids = asked
-    lanes = [Lane("plain decoding"), Lane("DFLASH")]
+    """Draw both answers to a prompt at the moment at which the faster one ends. The servers answer
+    one after another, each with the whole machine."""
+    text, ids = prompt
+    lanes = [LiveAnswer("plain decoding"), LiveAnswer("DFLASH")]
     for lane, server in zip(lanes, (plain, dflash), strict=True):
         lane.read(server.url, {"input_ids": ids, "sampling_params": sampling})
     moment = min(lane.seconds for lane in lanes)
@@ -139,22 +140,22 @@ def draw(
     return picture(text, [lane.until(moment) for lane in lanes], caption)
 
 
-def tokens_per_second(answers: list[Timed]) -> float:
-    return sum(len(one.ids) for one in answers) / sum(one.seconds for one in answers)
+def tokens_per_second(answers: list[MeasuredAnswer]) -> float:
+    return sum(len(answer.ids) for answer in answers) / sum(answer.seconds for answer in answers)
 
 
-def outcome(plain: list[Timed], dflash: list[Timed]) -> dict[str, Any]:
+def outcome(plain: list[MeasuredAnswer], dflash: list[MeasuredAnswer]) -> dict[str, Any]:
     """Compare the answers of two servers to the same prompts."""
     ratios = sorted(a.seconds / b.seconds for a, b in zip(plain, dflash, strict=True))
     ar_tok_s, dflash_tok_s = tokens_per_second(plain), tokens_per_second(dflash)
-    counts = sum((of_answer(one.steps, len(one.ids)) for one in dflash), VerifySteps())
+    counts = sum((of_answer(answer.steps, len(answer.ids)) for answer in dflash), VerifySteps())
     length = counts.acceptance_length
-    # A prefill gives the first token; in plain decoding every forward gives one.
+    # A prefill gives the first token. In plain decoding every forward gives one token.
     ar_step = round(1000 / ar_tok_s, 2)
     forwards = counts.steps + len(dflash)
-    dflash_step = round(1000 * sum(one.seconds for one in dflash) / forwards, 2)
+    dflash_step = round(1000 * sum(answer.seconds for answer in dflash) / forwards, 2)
     return {
-        "identical": [one.ids for one in plain] == [one.ids for one in dflash],
+        "identical": [answer.ids for answer in plain] == [answer.ids for answer in dflash],
         "acceptance_length": None if length is None else round(length, 2),
         "ar_tok_s": round(ar_tok_s, 2),
         "dflash_tok_s": round(dflash_tok_s, 2),
@@ -197,32 +198,33 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The whole demo; it exits if it only checks."""
+    """Run the demo. Exits after the comparison with --check."""
     if args.pair == KIND:
         try:
             public_target.fetch()
         except Failed as error:
             sys.exit(str(error))
     pair, on_gpu = demo_pair(args.pair), torch.cuda.is_available()
-    asked = prompts_of(pair)
+    prompts = prompts_of(pair)
     encode = datasets.token_encoder(str(pair.target))
-    ids = [encode(prompt, []) for _, prompt in asked]
+    ids = [encode(prompt, []) for _, prompt in prompts]
     sampling = {"temperature": 0, "max_new_tokens": 128, "ignore_eos": pair.kind != KIND}
     plain, dflash = (
         Server(config_of(pair, dflash=dflash, on_gpu=on_gpu)) for dflash in (False, True)
     )
     with ExitStack() as servers:
-        what = "starting two SGLang servers, plain decoding and DFLASH"
-        with progress_bar(1, steady=False) as bar, waiting(bar, what, None):
+        activity = "starting two SGLang servers, plain decoding and DFLASH"
+        with progress_bar(1, steady=False) as bar, waiting(bar, activity, None):
             servers.enter_context(together((plain, dflash)))
-        shown = [(prompt.turns[0], of) for (_, prompt), of in zip(asked, ids, strict=True)]
+        texts = [prompt.turns[0] for _, prompt in prompts]
+        texts_and_ids = list(zip(texts, ids, strict=True))
         if sys.stdout.isatty():
-            race({"plain": plain.url, "DFLASH": dflash.url}, shown[:SHOWN], sampling)
+            race({"plain": plain.url, "DFLASH": dflash.url}, texts_and_ids[:SHOWN], sampling)
         answers = answers_of(plain, dflash, ids, sampling)
-        by_task = speedups([task for task, _ in asked], *answers)
+        by_task = speedups([task for task, _ in prompts], *answers)
         result = {"text": kinds()[pair.kind], **outcome(*answers), "speedup_by_task": by_task}
         if args.picture:
-            drawn = draw(pair, plain, dflash, shown[median_prompt(*answers)], sampling)
+            drawn = draw(pair, plain, dflash, texts_and_ids[median_prompt(*answers)], sampling)
             args.picture.write_text(drawn)
         plain.stop()
         print(summary(result, "GPU" if on_gpu else "CPU", default_dtype(on_gpu)))
@@ -238,7 +240,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _end(result: dict[str, Any], args: argparse.Namespace, on_gpu: bool) -> NoReturn:
     if args.out is not None:
-        # How a checkout repeats it.
+        # The command that repeats the run in a checkout.
         choice = "" if args.pair == KIND else f" --model {args.pair}"
         command = f"bash launch/demo.sh{choice} --check"
         card = {"command": command, "hardware": hardware(), **result}

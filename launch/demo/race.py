@@ -1,5 +1,7 @@
-"""Answers of several servers to one prompt as they come, one above the other, on a terminal of 80 x
-24: the tokens of one step have one color, and each panel tells how fast its server is."""
+"""Live answers of several servers to one prompt, one above the other, for a terminal of 80 x 24.
+
+The tokens of a step have one color, and each panel shows the speed of its server.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,21 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from launch.demo.answer_picture import Shown
+from launch.demo.answer_picture import TimedAnswer
 from sglang_dflash.tools.bench.load import chunks
 
 WIDTH, LINES = 80, 8
 COLORS = ("cyan", "yellow", "magenta", "green")
 
 
-class Lane:
-    """A server's answer as far as it is.
+class LiveAnswer:
+    """A server's answer as far as it has come.
 
     Attributes:
-        name: of the server.
-        steps: the text that each of its steps has added.
-        times: of each step, seconds since the request, and the tokens of the answer so far.
-        ended: whether that is all.
+        name: the server's name.
+        steps: the text that each step has added.
+        times: for each step, seconds since the request and number of tokens so far.
+        ended: whether the answer is complete.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,19 +48,19 @@ class Lane:
 
     def read(self, url: str, body: Mapping[str, Any]) -> None:
         """Follow the answer of the server at `url` to its end."""
-        known, began = 0, time.perf_counter()
+        length, began = 0, time.perf_counter()
         for chunk in chunks(f"{url}/generate", {**body, "stream": True}):
-            self.steps.append(chunk["text"][known:])
-            known = len(chunk["text"])
+            self.steps.append(chunk["text"][length:])
+            length = len(chunk["text"])
             tokens = chunk["meta_info"]["completion_tokens"]
             self.times.append((time.perf_counter() - began, tokens))
         self.ended = True
 
-    def until(self, seconds: float) -> Shown:
-        """The answer as it was that many seconds after the request."""
+    def until(self, seconds: float) -> TimedAnswer:
+        """Return the answer as it was `seconds` after the request."""
         count = sum(at <= seconds for at, _ in self.times)
         tokens = self.times[count - 1][1] if count else 0
-        return Shown(self.name, self.steps[:count], tokens, seconds)
+        return TimedAnswer(self.name, self.steps[:count], tokens, seconds)
 
     def panel(self, width: int) -> Panel:
         """The last lines of the answer."""
@@ -78,40 +80,42 @@ class Lane:
         )
 
 
-def frame(asked: str, lanes: Sequence[Lane], width: int = WIDTH) -> RenderableType:
-    """A prompt above the answers to it."""
-    line = " ".join(asked.split())
-    prompt = Text(f"> {line}", "bold", no_wrap=True, overflow="ellipsis")
-    return Group(prompt, *(lane.panel(width) for lane in lanes))
+def frame(prompt: str, lanes: Sequence[LiveAnswer], width: int = WIDTH) -> RenderableType:
+    """Return a prompt with its answers below."""
+    line = " ".join(prompt.split())
+    title = Text(f"> {line}", "bold", no_wrap=True, overflow="ellipsis")
+    return Group(title, *(lane.panel(width) for lane in lanes))
 
 
 def race(
     urls: Mapping[str, str],
-    asked: Sequence[tuple[str, Any]],
+    prompts: Sequence[tuple[str, Any]],
     sampling: Mapping[str, Any],
 ) -> None:
-    """Let servers answer prompts at once. To look at: they share the machine, so what is shown is
-    no measurement.
+    """Show servers that answer prompts at once. They share the machine, so speeds are no
+    measurement.
 
     Args:
-        urls: of the servers, by name.
-        asked: of each prompt what is shown, and its token ids.
+        urls: server name -> URL.
+        prompts: text and token ids of each prompt.
         sampling: SGLang's sampling parameters.
     """
     console = Console()
     width = min(WIDTH, console.width)
-    for shown, ids in asked:
-        lanes = [Lane(name) for name in urls]
+    for prompt, ids in prompts:
+        lanes = [LiveAnswer(name) for name in urls]
         body = {"input_ids": ids, "sampling_params": dict(sampling)}
 
-        def drawn(shown: str = shown, lanes: Sequence[Lane] = tuple(lanes)) -> RenderableType:
-            return frame(shown, lanes, width)
+        def drawn(
+            prompt: str = prompt, lanes: Sequence[LiveAnswer] = tuple(lanes)
+        ) -> RenderableType:
+            return frame(prompt, lanes, width)
 
         with Live(get_renderable=drawn, console=console), ThreadPoolExecutor() as pool:
             running = [
                 pool.submit(lane.read, url, body)
                 for lane, url in zip(lanes, urls.values(), strict=True)
             ]
-            for one in running:
-                one.result()
+            for future in running:
+                future.result()
         console.print()

@@ -1,4 +1,4 @@
-"""The best draft with its card: what it learned from, and the learning curve."""
+"""The best draft and its card, which describes the training text and has the learning curve."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def write(recipe: Recipe, name: str, out: Path) -> None:
 
 
 def best_milestone(recipe: Recipe, name: str) -> tuple[int, Path]:
-    """Its step in the learning curve, and its folder: the highest mean acceptance length of the
+    """Return step and folder of the milestone with the highest mean acceptance length over the
     held-out sets, the later one of equals."""
     before = recipe.curve_before()[-1:] if name == "draft" else []
-    first = before[0]["step"] if before else 0
-    found = []
+    steps_before = before[0]["step"] if before else 0
+    measured = []
     for row in json.loads((recipe.work / f"{name}.curve.json").read_text()):
-        folder = recipe.work / "milestones" / f"{name}-{row['step'] - first:06}"
-        if row["step"] > first and folder.exists():
+        folder = recipe.work / "milestones" / f"{name}-{row['step'] - steps_before:06}"
+        if row["step"] > steps_before and folder.exists():
             lengths = row["held_out"].values()
-            found.append((sum(lengths) / max(1, len(lengths)), row["step"], folder))
-    return max(found)[1:]
+            measured.append((sum(lengths) / max(1, len(lengths)), row["step"], folder))
+    return max(measured)[1:]
 
 
 def _table(curve: list[dict[str, Any]]) -> str:
@@ -51,7 +51,7 @@ def _table(curve: list[dict[str, Any]]) -> str:
     lines = [head, ["---"] * len(head)]
     for row in curve:
         held_out = [f"{row['held_out'].get(name, float('nan')):.2f}" for name in names]
-        step, seconds, blocks = (f"{row[of]:,}" for of in ("step", "seconds", "blocks"))
+        step, seconds, blocks = (f"{row[column]:,}" for column in ("step", "seconds", "blocks"))
         lines.append([step, row["device"], seconds, blocks, f"{row['in_batches']:.2f}", *held_out])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -71,29 +71,29 @@ def _facts(recipe: Recipe, config: DraftConfig, out: Path) -> dict[str, Any]:
         "window": config.layers[0].sliding_window,
         "bytes": (out / "model.safetensors").stat().st_size,
         "chats": len(rows),
-        "kinds": ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
+        "kinds": ", ".join(f"{count} {source}" for source, count in sorted(kinds.items())),
         "tokens": tokens,
         "sampled": sum(row["sampled"] for row in rows) / max(1, len(rows)),
-        "text_seconds": _spent(recipe.work / "text"),
-        "states_seconds": _spent(recipe.work / "states"),
+        "text_seconds": _seconds_of(recipe.work / "text"),
+        "states_seconds": _seconds_of(recipe.work / "states"),
         "temperature": text.ANSWERS.temperature,
         "near": text.NEAR_COPY,
         "loop": text.LOOP_TOKENS,
         "decay": draft.DECAY,
         "started": "".join(_STARTED.format(row["step"]) for row in recipe.curve_before()[-1:]),
-        "held_out": ", ".join(f"{name} ({len(of)})" for name, of in recipe.held_out.items()),
+        "held_out": ", ".join(f"{name} ({len(p)})" for name, p in recipe.held_out.items()),
         "new_tokens": HELD_OUT_TOKENS,
         "measured": HELD_OUT,
     }
 
 
-def _spent(folder: Path) -> float:
-    """Seconds of all shards."""
+def _seconds_of(folder: Path) -> float:
+    """Return the seconds that all shards in a folder took."""
     heads = [json.loads(file.open().readline()) for file in sorted(folder.glob("*.jsonl"))]
     states = [
         torch.load(file, mmap=True, map_location="cpu") for file in sorted(folder.glob("*.pt"))
     ]
-    return sum(of["spent"] for of in (*heads, *states))
+    return sum(header["spent"] for header in (*heads, *states))
 
 
 _STARTED = """

@@ -1,4 +1,4 @@
-"""Batched decoding with a Transformers target, made for tokens per second of one device."""
+"""Batched decoding with a Transformers target, for the most tokens per second on one device."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from .loops import loop_start
 
-# Candidates per sampled token; one that is outside the nucleus is passed over.
+# Draws per sampled token; draws outside of the nucleus are skipped.
 DRAWS = 8
-# Rows are dropped, and loops looked for, every so many steps.
+# Steps between two checks for loops, after which finished rows are dropped.
 TIDY = 16
-# A cache has room for so many tokens more than it holds, before it is copied.
+# Tokens by which a KV cache grows when it is full.
 ROOM = 128
-# Prompts that are read at a time: few on a CPU, so that what a layer computes stays in its cache.
+# Prompts per prefill: few on a CPU, so that a layer's activations stay in the CPU's cache.
 PREFILL_ROWS = {"cpu": 8, "cuda": 128}
 
 
 @dataclass
-class Job:
+class DecodingJob:
     """A text to continue.
 
     Attributes:
         prompt: token ids.
-        limit: new tokens at most.
-        sampled: with `Nucleus`; otherwise greedy.
-        tokens: new token ids; `ended` if the last of them ends the text, `looped` if it runs into
-            a repetition loop, of which the second period is the last.
+        limit: the most new tokens.
+        sampled: sample with `Nucleus`; greedy otherwise.
+        tokens: new token ids.
+        ended: the last token ends the text.
+        looped: the text ran into a repetition loop, and was cut there.
     """
 
     prompt: list[int]
@@ -54,14 +55,14 @@ class Job:
         return self.ended or self.looped or len(self.tokens) >= self.limit
 
     def look_for_loop(self, keep: int) -> None:
-        """Cut a loop to `keep` tokens."""
+        """Cut the text `keep` tokens after the start of a repetition loop, if it has one."""
         stop = loop_start(self.tokens) + keep
         if stop < len(self.tokens):
             self.tokens, self.looped, self.ended = self.tokens[:stop], True, False
 
 
-class RoomyLayer(DynamicLayer):
-    """K/V of a layer that grow in place: torch's `cat` would copy all of them at every step."""
+class GrowingKV(DynamicLayer):
+    """K/V of a layer that grows in place. torch's `cat` would copy everything at every step."""
 
     _keys: Tensor
     _values: Tensor
@@ -69,27 +70,27 @@ class RoomyLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        held, new = self.get_seq_length(), key_states.shape[-2]
-        if not held or held + new > self._keys.shape[-2]:
+        length, new = self.get_seq_length(), key_states.shape[-2]
+        if not length or length + new > self._keys.shape[-2]:
             self._keys, self._values = (
                 F.pad(t if old is None else torch.cat((old, t), -2), (0, 0, 0, ROOM))
                 for old, t in (
-                    (self.keys if held else None, key_states),
-                    (self.values if held else None, value_states),
+                    (self.keys if length else None, key_states),
+                    (self.values if length else None, value_states),
                 )
             )
             self.is_initialized = True
         else:
-            self._keys[..., held : held + new, :] = key_states
-            self._values[..., held : held + new, :] = value_states
-        self.keys = self._keys[..., : held + new, :]
-        self.values = self._values[..., : held + new, :]
+            self._keys[..., length : length + new, :] = key_states
+            self._values[..., length : length + new, :] = value_states
+        self.keys = self._keys[..., : length + new, :]
+        self.values = self._values[..., : length + new, :]
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        held = self.get_seq_length()
+        length = self.get_seq_length()
         self._keys, self._values = self._keys[indices], self._values[indices]
-        self.keys, self.values = self._keys[..., :held, :], self._values[..., :held, :]
+        self.keys, self.values = self._keys[..., :length, :], self._values[..., :length, :]
 
 
 def grouped_attention(
@@ -101,8 +102,8 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`sdpa` of one query per row without a copy of K/V for every query head of a group: the heads
-    of a group are queries of one head."""
+    """Attention by `sdpa`. With one query per row, the query heads of a group become queries of one
+    head, so that K/V is not repeated for each of them."""
     rows, heads, length, width = query.shape
     if length > 1:
         return sdpa_attention_forward(
@@ -117,7 +118,7 @@ def grouped_attention(
 
 
 def fast_decoding(target: PreTrainedModel) -> PreTrainedModel:
-    """`target`, with attention that decodes fast on a CPU."""
+    """Set an attention that decodes fast on a CPU. Returns `target`."""
     AttentionInterface.register("grouped", grouped_attention)
     AttentionMaskInterface.register("grouped", sdpa_mask)
     target.set_attn_implementation("grouped")
@@ -126,14 +127,14 @@ def fast_decoding(target: PreTrainedModel) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Nucleus:
-    """Sampling. `mass`: the smallest set of tokens with this probability is kept."""
+    """Nucleus sampling. `mass`: the smallest set of tokens with this probability is kept."""
 
     temperature: float = 1.0
     mass: float = 0.97
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Tokens int64 `[R]` from logits `[R, V]`. Without a sort: of some draws from all tokens
-        the first one that is inside; if none is (in 1e-12 of all cases), the likeliest."""
+        """Sample tokens int64 `[R]` from logits `[R, V]`, without a sort: the first of some draws
+        from all tokens that is in the nucleus. If none is (1e-12 of cases), the likeliest."""
         p = (logits.float() / self.temperature).softmax(-1)
         cumulative = p.cumsum(-1)
         at = torch.rand(len(p), DRAWS, device=p.device) * cumulative[:, -1:]
@@ -141,8 +142,8 @@ class Nucleus:
         chosen, open_rows = p.argmax(-1), torch.arange(len(p), device=p.device)
         for i in range(DRAWS):
             token = drawn[open_rows, i]
-            own = p[open_rows, token]
-            mass_above = torch.where(p[open_rows] > own[:, None], p[open_rows], 0.0).sum(-1)
+            token_p = p[open_rows, token]
+            mass_above = torch.where(p[open_rows] > token_p[:, None], p[open_rows], 0.0).sum(-1)
             inside = mass_above < self.mass
             chosen[open_rows[inside]] = token[inside]
             open_rows = open_rows[~inside]
@@ -154,7 +155,7 @@ class Nucleus:
 @torch.inference_mode()
 def write(
     target: PreTrainedModel,
-    jobs: Sequence[Job],
+    jobs: Sequence[DecodingJob],
     ends: Collection[int],
     *,
     rows: int,
@@ -164,13 +165,13 @@ def write(
 ) -> None:
     """Continue all jobs, `rows` at a time.
 
-    When few rows of a batch are left, their jobs go back to the others and are read again: that
-    costs less than steps with few rows.
+    When few rows of a batch are unfinished, their jobs are prefilled again with the next batch,
+    which costs less than steps with few rows.
 
     Args:
         ends: tokens that end a text.
-        loop_tokens: of a repetition loop so many tokens are kept.
-        report: gets the number of new tokens of every step.
+        loop_tokens: tokens of a repetition loop that are kept.
+        report: called with the number of new tokens of every step.
     """
     waiting = list(jobs)
     while waiting:
@@ -184,26 +185,26 @@ def write(
 
 def _decode(
     target: PreTrainedModel,
-    batch: list[Job],
+    batch: list[DecodingJob],
     ends: Collection[int],
     nucleus: Nucleus,
     loop_tokens: int,
     few: int,
     report: Callable[[int], None],
 ) -> None:
-    """Decode a batch until `few` jobs are left."""
-    held = [job.prompt + job.tokens for job in batch]
-    longest = max(map(len, held))
+    """Decode a batch until `few` jobs are unfinished."""
+    texts = [job.prompt + job.tokens for job in batch]
+    longest = max(map(len, texts))
     device = target.device
-    ids = torch.tensor([[0] * (longest - len(text)) + text for text in held], device=device)
-    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in held])
+    ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=device)
+    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
     mask = mask.to(device)
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     logits, cache = _read(target, ids, mask, positions)
     for step in range(max(job.limit for job in batch)):
         if step:
             logits = _forward(target, ids, mask, positions, cache)
-        new = _chosen(logits, batch, nucleus)
+        new = _choose(logits, batch, nucleus)
         live = [not job.is_done for job in batch]
         for job, token, is_live in zip(batch, new.tolist(), live, strict=True):
             if is_live:
@@ -212,16 +213,16 @@ def _decode(
         if step % TIDY == TIDY - 1:
             for job in batch:
                 job.look_for_loop(loop_tokens)
-        left = [i for i, job in enumerate(batch) if not job.is_done]
-        if len(left) <= few:
+        running = [i for i, job in enumerate(batch) if not job.is_done]
+        if len(running) <= few:
             break
         ids, positions = new[:, None], positions[:, -1:] + 1
         mask = F.pad(mask, (0, 1), value=1)
-        if step % TIDY == TIDY - 1 and len(left) < len(batch):
-            kept = torch.tensor(left, device=device)
-            batch = [batch[i] for i in left]
-            ids, mask, positions = ids[kept], mask[kept], positions[kept]
-            cache.batch_select_indices(kept)
+        if step % TIDY == TIDY - 1 and len(running) < len(batch):
+            running_rows = torch.tensor(running, device=device)
+            batch = [batch[i] for i in running]
+            ids, mask, positions = ids[running_rows], mask[running_rows], positions[running_rows]
+            cache.batch_select_indices(running_rows)
     for job in batch:
         job.look_for_loop(loop_tokens)
 
@@ -229,7 +230,7 @@ def _decode(
 def _forward(
     target: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
 ) -> Tensor:
-    """Logits `[R, V]` after the last of `ids` `[R, N]`."""
+    """Return logits `[R, V]` after the last of `ids` `[R, N]`."""
     return target(
         input_ids=ids,
         attention_mask=mask,
@@ -243,25 +244,25 @@ def _forward(
 def _read(
     target: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor
 ) -> tuple[Tensor, DynamicCache]:
-    """`_forward` over prompts, a few at a time, and their K/V."""
+    """Prefill prompts, a few at a time. Returns the last logits `[R, V]` and K/V of all."""
     logits, caches, rows = [], [], PREFILL_ROWS[ids.device.type]
     for first in range(0, len(ids), rows):
-        some = slice(first, first + rows)
+        chunk = slice(first, first + rows)
         caches.append(DynamicCache())
-        logits.append(_forward(target, ids[some], mask[some], positions[some], caches[-1]))
-    whole = DynamicCache()
-    whole.layers, whole.layer_class_to_replicate = [], RoomyLayer
+        logits.append(_forward(target, ids[chunk], mask[chunk], positions[chunk], caches[-1]))
+    joined = DynamicCache()
+    joined.layers, joined.layer_class_to_replicate = [], GrowingKV
     for i, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
-        whole.update(
+        joined.update(
             torch.cat([layer.keys for layer in layers]),
             torch.cat([layer.values for layer in layers]),
             i,
         )
-    return torch.cat(logits), whole
+    return torch.cat(logits), joined
 
 
-def _chosen(logits: Tensor, batch: list[Job], nucleus: Nucleus) -> Tensor:
-    """The next token of every job, int64 `[R]`."""
+def _choose(logits: Tensor, batch: list[DecodingJob], nucleus: Nucleus) -> Tensor:
+    """Choose the next token of every job, int64 `[R]`."""
     sampled = torch.tensor([job.sampled for job in batch], device=logits.device)
     if sampled.all():
         return nucleus(logits)

@@ -1,4 +1,4 @@
-"""The device that a recipe computes on: its clock, its dtype and its name."""
+"""The device of a recipe: its clock, memory, fastest dtype and name."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 
 def now(device: torch.device) -> float:
-    """Seconds so far: of this process' CPU time, or on a GPU of a clock."""
+    """Return seconds: CPU time of this process, or wall time if the device is a GPU."""
     return time.process_time() if device.type == "cpu" else time.monotonic()
 
 
 def wait(device: torch.device) -> None:
-    """Until a GPU has done all that it was asked: the clock is to count it."""
+    """Wait until a GPU has finished its work, so that `now` counts it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def memory(device: torch.device) -> float:
-    """Bytes of all memory of a GPU; infinite on a CPU, where states are mapped from files."""
+    """Return a GPU's memory in bytes; infinity on a CPU, where states are mapped from files."""
     if device.type == "cpu":
         return float("inf")
     return float(torch.cuda.get_device_properties(device).total_memory)
 
 
-def sent(host: Tensor, device: torch.device) -> Tensor:
-    """A small tensor on the device; a GPU's work so far is not waited for."""
+def send(host: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor to the device, without waiting for a GPU."""
     if device.type == "cpu":
         return host
     return host.pin_memory().to(device, non_blocking=True)
@@ -39,7 +39,7 @@ def name_of(device: torch.device) -> str:
 
 
 def fastest_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on a GPU, and on a CPU that multiplies it faster than float32."""
+    """Return bfloat16 for a GPU, and for a CPU that multiplies it faster than float32."""
     if device.type != "cpu":
         return torch.bfloat16
     x, w = torch.randn(256, 1024), torch.randn(1024, 1024)

@@ -1,4 +1,4 @@
-"""The draft: it learns from what the target has written (`states.py`)."""
+"""Batches and loss of the draft's training, on the target's own texts (`states.py`)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from torch import Tensor
 from sglang_dflash.drafting.heads.dflash2 import CandidateSelector, DFlash2Module
 from sglang_dflash.drafting.model import DraftModel
 
-from .device import sent
+from .device import send
 from .states import States
 
 # Later positions count less, because a token is used only if all before it are right
 # (arXiv 2602.06036, section 4.3).
 DECAY = 4.0
 BATCH, ANCHORS = {"cpu": 8, "cuda": 32}, 64
-# A batch is of so many shards at most: a GPU gathers all answers of a shard at once.
+# The most shards of a batch: a GPU gathers all answers of a shard at once.
 SHARDS = 4
 # Share of the loss that compares distributions; the rest is the cross entropy of the argmax.
 SOFT = 0.5
-# On a CPU the softmax is over the tokens that are the most frequent in the text, those that the
-# target finds likely in the batch, and so many of the others, which stand for all of these.
+# On a CPU the softmax is over the most frequent tokens of the text, the tokens that the target
+# finds likely in the batch, and a random sample that stands for all others.
 FREQUENT, OTHERS = 4096, 1024
 
 
 @dataclass(frozen=True)
 class Batch:
-    """R texts up to an answer's end, padded to W tokens, and where their A blocks begin.
+    """R texts up to an answer's end, padded to W tokens, and the anchors of their A blocks.
 
     Attributes:
         ids: int64 `[R, W]`; hidden: bfloat16 `[R, W, F E]`; likely, log_p: `[R, W, K]`. See
@@ -50,14 +50,14 @@ class Batch:
 
 
 def draw(shards: Sequence[States], rows: int, anchors: int, rng: random.Random) -> Batch:
-    """Random answers of a few random shards, each with blocks at random places of it."""
+    """Draw random answers from a few random shards, each with blocks at random places."""
     weights = [len(shard.answers) for shard in shards]
     few = rng.choices(shards, weights, k=min(rows, SHARDS))
     picked = [
         (shard, rng.randrange(len(shard.answers)))
         for shard in (few[row * len(few) // rows] for row in range(rows))
     ]
-    # The first generated token is the first that a block can begin with; one must follow.
+    # A block begins with a generated token after which another one follows.
     places = [
         sorted(rng.choices(range(begin, max(begin + 1, end - 1)), k=anchors))
         for begin, end in (shard.answers[i, 1:].tolist() for shard, i in picked)
@@ -66,59 +66,59 @@ def draw(shards: Sequence[States], rows: int, anchors: int, rng: random.Random) 
 
 
 def gather(picked: Sequence[tuple[States, int]], anchors: Tensor) -> Batch:
-    """The texts of these answers, with blocks at `anchors` `[R, A]`. Fast where answers of the
-    same shard follow each other."""
+    """Gather the texts of answers, with blocks at `anchors` `[R, A]`. It is fastest if answers of
+    the same shard are neighbors."""
     spans = []
     for shard, i in picked:
         text, _, end = shard.answers[i].tolist()
         spans.append((int(shard.begins[text]), end))
     width, device = max(end for _, end in spans), picked[0][0].ids.device
     # One copy to the device.
-    numbers = sent(torch.cat((torch.tensor(spans), anchors), 1), device)
+    numbers = send(torch.cat((torch.tensor(spans), anchors), 1), device)
     begins, ends = numbers[:, :1], numbers[:, 1:2]
     column = torch.arange(width, device=device)
     at, padding = begins + torch.minimum(column, ends - 1), column >= ends
     runs = [list(run) for _, run in groupby(range(len(picked)), lambda row: id(picked[row][0]))]
 
-    def of(name: str) -> Tensor:
+    def gather_column(name: str) -> Tensor:
         parts = [
             getattr(picked[run[0]][0], name).index_select(0, at[run[0] : run[-1] + 1].flatten())
             for run in runs
         ]
-        found = torch.cat(parts).unflatten(0, at.shape)
-        return found.masked_fill_(padding if found.ndim == 2 else padding[..., None], 0)
+        joined = torch.cat(parts).unflatten(0, at.shape)
+        return joined.masked_fill_(padding if joined.ndim == 2 else padding[..., None], 0)
 
     return Batch(
-        of("ids"),
-        of("hidden"),
-        of("likely").long(),
-        of("log_p").float(),
+        gather_column("ids"),
+        gather_column("hidden"),
+        gather_column("likely").long(),
+        gather_column("log_p").float(),
         ends[:, 0].contiguous(),
         numbers[:, 2:].contiguous(),
     )
 
 
 def places_of(batch: Batch, block: int) -> tuple[Tensor, Tensor]:
-    """Positions of all drafted tokens `[R, A, B - 1]`, inside of the text, and which are really."""
+    """Return positions of all drafted tokens `[R, A, B - 1]`, clamped to the text, and a mask of
+    those that were inside."""
     at = batch.anchors[..., None] + torch.arange(1, block, device=batch.anchors.device)
     inside = at < batch.ends[:, None, None]
     return at.clamp_max(batch.ids.shape[1] - 1), inside
 
 
 def labels_of(batch: Batch, block: int) -> tuple[Tensor, Tensor]:
-    """The target's token at every drafted position, `[R, A, B - 1]`, and whether it is known.
-
-    After the target's first token that is not the text's, its greedy continuation is unknown.
-    """
+    """Return the target's token at every drafted position, `[R, A, B - 1]`, and a mask of those
+    that are known: after its first token that differs from the text, its greedy continuation is
+    unknown."""
     at, inside = places_of(batch, block)
     labels = batch.likely[..., 0].gather(1, (at - 1).flatten(1)).view(at.shape)
     follows = (labels == batch.ids.gather(1, at.flatten(1)).view(at.shape)).long()
-    known = torch.cat((torch.ones_like(follows[..., :1]), follows[..., :-1].cumprod(-1)), -1)
-    return labels, known.bool() & inside
+    is_known = torch.cat((torch.ones_like(follows[..., :1]), follows[..., :-1].cumprod(-1)), -1)
+    return labels, is_known.bool() & inside
 
 
 def masked_block_attention(context: Tensor, positions: Tensor, windows: Sequence[int]) -> Any:
-    """`attend` for training, of blocks `[R, A, B]`.
+    """Return an `attend` function for training on blocks `[R, A, B]`.
 
     A block sees the context before its anchor, as far back as the layer's window reaches, and all
     of its own tokens.
@@ -162,35 +162,35 @@ def block_hidden(model: DraftModel, embed: Tensor, batch: Batch) -> Tensor:
 
 
 class Vocabulary:
-    """The tokens that a step's softmax is over: all of them on a GPU."""
+    """The vocabulary of a step's softmax: on a GPU the whole one."""
 
     def __init__(self, size: int, shards: Sequence[States]) -> None:
         self.size, self.device = size, shards[0].ids.device
         counts = torch.zeros(size, dtype=torch.int64, device=self.device)
         for shard in shards:
             counts += torch.bincount(shard.ids, minlength=size)
-        kept = FREQUENT if self.device.type == "cpu" else size
-        self.frequent = counts.argsort(descending=True)[:kept]
+        count = FREQUENT if self.device.type == "cpu" else size
+        self.frequent = counts.argsort(descending=True)[:count]
         self.all = torch.arange(size, device=self.device)
         self.none_added = torch.zeros(size, device=self.device)
 
     def tokens(self, needed: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
-        """Tokens int64 `[n]`, ascending, and what is added to the logit of each: a token of the
-        random ones stands for as many as were left out for it."""
+        """Return tokens int64 `[n]`, ascending, and a correction of each logit: a random token
+        stands for all those that were left out."""
         if len(self.frequent) == self.size:
             return self.all, self.none_added
-        kept = torch.zeros(self.size, dtype=torch.bool, device=self.device)
-        kept[self.frequent] = True
-        kept[needed.flatten()] = True
-        others = torch.nonzero(~kept)[:, 0]
+        is_taken = torch.zeros(self.size, dtype=torch.bool, device=self.device)
+        is_taken[self.frequent] = True
+        is_taken[needed.flatten()] = True
+        others = torch.nonzero(~is_taken)[:, 0]
         added = torch.zeros(self.size, device=self.device)
         if len(others):
             order = torch.Generator().manual_seed(rng.getrandbits(60))
             picked = torch.randperm(len(others), generator=order)[:OTHERS]
             drawn = others[picked.to(self.device)]
-            kept[drawn] = True
+            is_taken[drawn] = True
             added[drawn] = torch.tensor(len(others) / len(drawn)).log()
-        tokens = torch.nonzero(kept)[:, 0]
+        tokens = torch.nonzero(is_taken)[:, 0]
         return tokens, added[tokens]
 
 
@@ -204,37 +204,42 @@ def edge_logits(
 
 
 def block_loss(
-    model: DraftModel, embed: Tensor, head: Tensor, of: Vocabulary, batch: Batch, rng: random.Random
+    model: DraftModel,
+    embed: Tensor,
+    head: Tensor,
+    vocabulary: Vocabulary,
+    batch: Batch,
+    rng: random.Random,
 ) -> tuple[Tensor, Tensor]:
-    """The loss with position weights exp(-(k - 1) / DECAY), and the mean acceptance length.
+    """Compute the loss with position weights exp(-(k - 1) / DECAY), and the mean acceptance length.
 
     Args:
-        embed, head: `[V, E]`, the target's.
+        embed, head: the target's weights, `[V, E]`.
 
     Returns:
-        Both float32 `[]` on the device: reading them waits for it.
+        Both float32 `[]` on the device; reading them waits for a GPU.
     """
     block = model.config.block_size
-    labels, known = labels_of(batch, block)
-    # What is not known is not computed. It is the only wait for a GPU, and before its long work.
-    rows = known.flatten().nonzero()[:, 0]
+    labels, is_known = labels_of(batch, block)
+    # Only known positions are computed. This is the only wait for a GPU, before its long work.
+    rows = is_known.flatten().nonzero()[:, 0]
 
-    def of_known(t: Tensor) -> Tensor:
+    def select_known(t: Tensor) -> Tensor:
         return t.flatten(0, 2).index_select(0, rows)
 
-    hidden = of_known(block_hidden(model, embed, batch)[:, :, 1:])
+    hidden = select_known(block_hidden(model, embed, batch)[:, :, 1:])
     later = torch.arange(block - 1, device=hidden.device)
-    weight = of_known(torch.exp(-later / DECAY).expand_as(known))
+    weight = select_known(torch.exp(-later / DECAY).expand_as(is_known))
     weight = weight / weight.sum()
     at = (places_of(batch, block)[0] - 1).flatten(1)[..., None]
     soft = [t.gather(1, at.expand(-1, -1, t.shape[-1])) for t in (batch.likely, batch.log_p)]
-    likely, log_p = (of_known(t.view(*known.shape, -1)) for t in soft)
-    tokens, added = of.tokens(likely, rng)
+    likely, log_p = (select_known(t.view(*is_known.shape, -1)) for t in soft)
+    tokens, added = vocabulary.tokens(likely, rng)
     logits = F.linear(hidden, head[tokens], added.to(head.dtype))
     selector = model.head.candidate_selector if isinstance(model.head, DFlash2Module) else None
     if selector is not None:
         bonus = batch.ids.gather(1, batch.anchors)[..., None]
-        before = of_known(torch.cat((bonus, labels[..., :-1]), -1))
+        before = select_known(torch.cat((bonus, labels[..., :-1]), -1))
         logits = logits + edge_logits(selector, hidden, before, tokens)
     log_q = F.log_softmax(logits, -1, dtype=torch.float32)
     of_likely = log_q.gather(1, torch.searchsorted(tokens, likely))
@@ -242,7 +247,7 @@ def block_loss(
     share[:, 0] += 1 - SOFT
     loss = -((share * of_likely).sum(-1) * weight).sum()
     with torch.no_grad():
-        right = torch.zeros_like(known).flatten()
+        right = torch.zeros_like(is_known).flatten()
         right[rows] = of_likely[:, 0] >= log_q.amax(-1)
-        accepted = right.view_as(known).long().cumprod(-1).sum(-1)
+        accepted = right.view_as(is_known).long().cumprod(-1).sum(-1)
     return loss, 1 + accepted.float().mean()

@@ -1,5 +1,5 @@
-"""A seeded, resumable training loop: Muon on matrices, AdamW on the rest, and an average of the
-weights, which is what is measured and kept."""
+"""A seeded, resumable training loop: Muon for matrices, AdamW for other parameters, and an average
+of the weights, which is measured and saved."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .device import now
 SAVE_EVERY_S = 120.0
 # Steps from one line of output to the next; each waits for a GPU.
 LINE = {"cpu": 10, "cuda": 100}
-# The average goes back over so large a share of the steps so far.
+# The share of the steps so far that the average reaches back.
 AVERAGED = 0.1
-# What is indexed by token, which is no matrix to Muon.
+# Parameters that are indexed by token, which are not matrices for Muon.
 TABLES = ("embed", "lm_head", "codebook")
 
 
 def make_optimizers(
     params: dict[str, nn.Parameter], codebooks: float
 ) -> list[torch.optim.Optimizer]:
-    """`codebooks`: how much faster tables of a selector learn than the rest."""
+    """Make Muon and AdamW. `codebooks`: factor on the learning rate of a selector's tables."""
     kinds: dict[str, list[nn.Parameter]] = {"matrix": [], "codebook": [], "rest": []}
     for name, param in params.items():
         is_matrix = param.ndim == 2 and not any(table in name for table in TABLES)
@@ -40,21 +40,22 @@ def make_optimizers(
 
 
 @dataclass(frozen=True)
-class Length:
-    """So many steps or seconds of training, whichever end first."""
+class TrainingLimit:
+    """The length of a training run: steps or seconds, whichever end first."""
 
     steps: float = float("inf")
     seconds: float = float("inf")
 
     def done(self, step: int, spent: float) -> float:
-        """The share of it that is over after `step` steps and `spent` seconds."""
+        """Return the share of the run that is over after `step` steps and `spent` seconds."""
         return max(step / self.steps, spent / self.seconds)
 
 
 def lr_scale(step: int, warmup: int, done: float) -> float:
-    """Linear warm-up, a plateau until 60 % of the run are `done`, then linearly down to 1 %.
+    """Return the learning rate's scale: a linear warm-up, a plateau until 60 % of the run are
+    `done`, then a linear decay to 1 %.
 
-    A run that is extended goes on with the rate that the longer run has there.
+    An extended run continues with the rate that the longer run has at that step.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -62,8 +63,8 @@ def lr_scale(step: int, warmup: int, done: float) -> float:
 
 
 @contextmanager
-def until_sigterm(run: Run) -> Iterator[None]:
-    """Let SIGTERM cut a run at the end of its step (`Run.train`), in the main thread."""
+def until_sigterm(run: TrainingRun) -> Iterator[None]:
+    """Let SIGTERM end a run after its current step. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -74,20 +75,21 @@ def until_sigterm(run: Run) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class Run:
-    """A training run whose state lies under `work`, from which an interrupted one goes on.
+class TrainingRun:
+    """A training run that resumes from its state in the folder `work`.
 
     Args:
-        name: of the state's file; it seeds the data.
-        model: in the dtype that its forward and backward passes are computed in; the weights that
-            are updated are float32.
-        loss_of: of a step's random numbers: the loss, and the acceptance length of the batch, both
-            `[]` on the device.
+        name: the name of the state's file, which also seeds the data.
+        model: the model, in the dtype of its forward and backward passes. The weights that are
+            updated are float32 copies.
+        loss_of: computes the loss and the acceptance length of a batch, both `[]` on the device,
+            from a step's random generator.
 
     Attributes:
-        step: steps so far; spent: seconds so far (`device.now`), interruptions included.
+        step: number of steps so far.
+        spent: seconds so far (`device.now`), over all resumed runs.
         average: weights, averaged over the last steps.
-        cut: set it, and `train` leaves after its step.
+        cut: if it is set, `train` ends after its current step.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Run:
         self.step, self.spent, self.cut = 0, 0.0, threading.Event()
         self.average = {n: p.detach().clone() for n, p in self.weights.items()}
         if self.file.exists():
-            # AdamW's counts of steps stay on the host: on a GPU each would be waited for.
+            # AdamW's step counts stay on the host: reading them from a GPU would wait for it.
             state = torch.load(self.file, map_location="cpu")
             self._set(state["weights"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -132,7 +134,7 @@ class Run:
             param.grad = None
 
     def save(self) -> None:
-        """Replaced in one operation: a cut leaves the old state or the new one."""
+        """Save the state atomically: an interruption leaves the old state or the new one."""
         state = {
             "weights": {n: p.detach() for n, p in self.weights.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -143,9 +145,11 @@ class Run:
         torch.save(state, self.file.with_suffix(".tmp"))
         self.file.with_suffix(".tmp").replace(self.file)
 
-    def train(self, length: Length, until: float = float("inf")) -> float:
-        """Go on to the end of a length, or to `until` seconds of the run; the mean acceptance
-        length of the batches of these steps.
+    def train(self, length: TrainingLimit, until: float = float("inf")) -> float:
+        """Train to the limit, or until the run has taken `until` seconds.
+
+        Returns:
+            The mean acceptance length of the batches of these steps.
 
         Raises:
             SystemExit: the run was cut; its state is saved.
@@ -177,7 +181,7 @@ class Run:
             raise SystemExit(0)
         return _mean(lengths)
 
-    def is_over(self, length: Length) -> bool:
+    def is_over(self, length: TrainingLimit) -> bool:
         return length.done(self.step, self.spent) >= 1
 
     def _update(self, loss: Tensor, lr: float) -> None:

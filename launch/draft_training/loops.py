@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def loop_start(tokens: list[int]) -> int:
-    """Start of a tail that repeats one period of at most 40 tokens three times or more; the end if
-    there is none."""
+    """Return the start of a tail that repeats at most 40 tokens three times or more; the number of
+    tokens if there is none."""
     for period in range(1, 41):
         n = len(tokens)
         while n > period and tokens[n - 1] == tokens[n - 1 - period]:

@@ -1,5 +1,7 @@
-"""Acceptance of a draft on held-out prompts, without decoding: the target has answered once,
-greedily, and a walk over these answers takes the steps that decoding would take."""
+"""Acceptance of a draft on held-out prompts, without decoding.
+
+The target has answered greedily once. A walk over its answers takes the steps of decoding.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ BLOCKS = {"cpu": 48, "cuda": 512}
 
 @torch.inference_mode()
 def acceptance(model: DraftModel, embed: Tensor, head: Tensor, states: States) -> dict[str, float]:
-    """Tokens per verify step outside of repetition loops, by kind: all tokens of the steps of all
-    answers over the number of steps."""
+    """Return the tokens per verify step of all answers, by their `kinds`, repetition loops left
+    out."""
     tokens, steps = Counter[str](), Counter[str]()
-    for i, (kind, answer) in enumerate(zip(states.kinds, states.answers.tolist(), strict=True)):
+    for i, (source, answer) in enumerate(zip(states.kinds, states.answers.tolist(), strict=True)):
         text, begin, end = answer
         at = int(states.begins[text])
         stop = begin + loop_start(states.ids[at + begin : at + end].tolist())
@@ -40,16 +42,17 @@ def acceptance(model: DraftModel, embed: Tensor, head: Tensor, states: States) -
         place = begin
         while place + 1 < stop:
             count = min(accepted[place - begin] + 1, stop - 1 - place)
-            tokens[kind] += count
-            steps[kind] += 1
+            tokens[source] += count
+            steps[source] += 1
             place += count
-    return {kind: tokens[kind] / steps[kind] for kind in tokens}
+    return {source: tokens[source] / steps[source] for source in tokens}
 
 
 def _right(
     model: DraftModel, embed: Tensor, head: Tensor, states: States, i: int, places: Tensor
 ) -> list[int]:
-    """Drafted tokens that are right, of blocks that begin at `places` `[A]` of an answer."""
+    """Return the number of right drafts of each block that begins at `places` `[A]` of an
+    answer."""
     batch = gather([(states, i)], places[None])
     places = batch.anchors[0]
     hidden, bonus = block_hidden(model, embed, batch)[0], batch.ids[0][places]

@@ -19,18 +19,18 @@ DFLASH2 = {
 
 
 def mask_token(tokenizer: Any, rows: int) -> int:
-    """A token that no text holds: an embedding row without a token, or else the last special token
-    that the chat template does not use.
+    """Return a token that occurs in no text: an embedding row without a token, else the last
+    special token that the chat template does not use.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such token.
     """
     if len(tokenizer) < rows:
         return len(tokenizer)
     used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     template = tokenizer.chat_template
-    for token, of in sorted(tokenizer.added_tokens_decoder.items(), reverse=True):
-        if of.special and token not in used and str(of) not in template:
+    for token, added_token in sorted(tokenizer.added_tokens_decoder.items(), reverse=True):
+        if added_token.special and token not in used and str(added_token) not in template:
             return token
     raise ValueError(
         f"{tokenizer.name_or_path}: every token can occur in a text; the draft needs one more as "
@@ -39,60 +39,59 @@ def mask_token(tokenizer: Any, rows: int) -> int:
 
 
 def draft_config(target: PreTrainedModel, tokenizer: Any, context: int) -> dict[str, Any]:
-    """config.json of the v1 draft, in the published layout. Its layers are as wide as the target's,
-    which they start from.
+    """Return config.json of the v1 draft, in the published layout. Its layers have the target's
+    widths, because they start from the target's weights.
 
-    `context`: tokens that it sees in training. It never reads from further away: that would be
-    noise to it.
+    `context`: the draft's window, in training and in serving.
     """
-    of = target.config.get_text_config()
-    heads, layers = of.num_attention_heads, of.num_hidden_layers
-    rope = getattr(of, "rope_parameters", None) or {}
+    config = target.config.get_text_config()
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    rope = getattr(config, "rope_parameters", None) or {}
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "hidden_size": of.hidden_size,
-        "intermediate_size": of.intermediate_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": heads,
-        "num_key_value_heads": of.num_key_value_heads,
-        "head_dim": getattr(of, "head_dim", None) or of.hidden_size // heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "hidden_act": "silu",
         "attention_bias": False,
-        "rms_norm_eps": of.rms_norm_eps,
+        "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
-        "max_position_embeddings": of.max_position_embeddings,
-        "vocab_size": of.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
         "layer_types": ["sliding_attention"] * LAYERS,
         "sliding_window": context,
-        # Without it, Transformers drops the window of a Qwen3 config, and vLLM refuses the draft.
+        # Otherwise Transformers drops the window of a Qwen3 config, and vLLM refuses the draft.
         "use_sliding_window": True,
         "max_window_layers": 0,
         "is_causal": False,
         "block_size": BLOCK_SIZE,
         "num_target_layers": layers,
         "dflash_config": {
-            "mask_token_id": mask_token(tokenizer, of.vocab_size),
+            "mask_token_id": mask_token(tokenizer, config.vocab_size),
             "target_layer_ids": list(
                 default_target_layer_ids(
-                    of.num_hidden_layers, min(FEATURES, of.num_hidden_layers - 3)
+                    config.num_hidden_layers, min(FEATURES, config.num_hidden_layers - 3)
                 )
             ),
         },
     }
 
 
-def dflash2_config(first: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the DFlash2 draft, by that of the v1 draft."""
-    own = {**first["dflash_config"], **DFLASH2}
-    return {**first, "architectures": ["DFlash2DraftModel"], "dflash_config": own}
+def dflash2_config(v1_config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of the DFlash2 draft, made from that of the v1 draft."""
+    dflash_config = {**v1_config["dflash_config"], **DFLASH2}
+    return {**v1_config, "architectures": ["DFlash2DraftModel"], "dflash_config": dflash_config}
 
 
-def init_from_draft(model: DraftModel, first: DraftModel) -> None:
-    """Start a DFlash2 draft as the v1 draft that it computes the same as."""
-    model.load_state_dict(first.state_dict(), strict=False)
+def init_from_draft(model: DraftModel, v1_draft: DraftModel) -> None:
+    """Initialize a DFlash2 draft so that it computes the same as the v1 draft."""
+    model.load_state_dict(v1_draft.state_dict(), strict=False)
     with torch.no_grad():
         for name, weight in model.head.named_parameters():
             if name.endswith("predecessor_codebook"):
@@ -108,31 +107,33 @@ def init_from_target(model: DraftModel, target: PreTrainedModel, sample: Tensor)
     """Copy the target's last layers into the draft's, and pass its last feature through `fc`.
 
     Args:
-        sample: token ids `[1, N]` of a text, by which norms of q and k begin that the target does
-            not have.
+        sample: token ids `[1, N]` of a text. If the target has no norms of q and k, the draft's
+            start from the size of q and k on this text.
 
     Returns:
-        Whether the target's layers have what a draft's have. If not, nothing is changed.
+        False if the target's layers lack a weight of the draft's; then nothing is changed.
     """
     decoder = target.get_decoder()
     weights = {f"layers.{name}": w.float() for name, w in decoder.layers.state_dict().items()}
-    first = len(decoder.layers) - len(model.layers)
-    sizes = _sizes_of_q_and_k(target, first, sample)
+    first_layer = len(decoder.layers) - len(model.layers)
+    sizes = _rms_of_q_and_k(target, first_layer, sample)
     states = []
     for i, layer in enumerate(model.layers):
-        parts, own, of = layout(model.config), f"layers.{i}.", f"layers.{first + i}."
+        parts, number = layout(model.config), first_layer + i
+        draft_prefix, target_prefix = f"layers.{i}.", f"layers.{number}."
         state = dict(layer.state_dict())
         for name in state:
-            named = [part.name.replace(own, of) for part in parts[own + name]]
+            joined = parts[draft_prefix + name]
+            named = [part.name.replace(draft_prefix, target_prefix) for part in joined]
             if all(n in weights for n in named):
                 state[name] = torch.cat([weights[n] for n in named])
-            elif name in ("q_norm.weight", "k_norm.weight") and first + i in sizes:
-                state[name] = torch.full_like(state[name], sizes[first + i][name[0]])
+            elif name in ("q_norm.weight", "k_norm.weight") and number in sizes:
+                state[name] = torch.full_like(state[name], sizes[number][name[0]])
             else:
                 return False
         if any(state[n].shape != p.shape for n, p in layer.state_dict().items()):
             return False
-        # Context K/V pass no norm of the layer: its weight goes into the projection.
+        # Context K/V bypass the layer's norm, so its weight is folded into the projection.
         state["qkv_proj.weight"] = state["qkv_proj.weight"] * state["input_layernorm.weight"]
         state["input_layernorm.weight"] = torch.ones_like(state["input_layernorm.weight"])
         states.append(state)
@@ -145,23 +146,23 @@ def init_from_target(model: DraftModel, target: PreTrainedModel, sample: Tensor)
     return True
 
 
-def _sizes_of_q_and_k(
-    target: PreTrainedModel, first: int, sample: Tensor
+def _rms_of_q_and_k(
+    target: PreTrainedModel, first_layer: int, sample: Tensor
 ) -> dict[int, dict[str, float]]:
-    """Root mean squares of q and k of the layers from `first` on, where there are such."""
-    found: dict[int, dict[str, float]] = {}
+    """Return root mean squares of q and k of the layers from `first_layer` on that have both."""
+    sizes: dict[int, dict[str, float]] = {}
     handles = []
-    for i, layer in list(enumerate(target.get_decoder().layers))[first:]:
+    for i, layer in list(enumerate(target.get_decoder().layers))[first_layer:]:
         for name in ("q_proj", "k_proj"):
             module = getattr(getattr(layer, "self_attn", None), name, None)
             if module is None:
                 continue
 
             def note(_m: Any, _args: Any, out: Tensor, i: int = i, name: str = name[0]) -> None:
-                found.setdefault(i, {})[name] = out.float().square().mean().sqrt().item()
+                sizes.setdefault(i, {})[name] = out.float().square().mean().sqrt().item()
 
             handles.append(module.register_forward_hook(note))
     target.get_decoder()(input_ids=sample.to(target.device), use_cache=False)
     for handle in handles:
         handle.remove()
-    return found
+    return sizes

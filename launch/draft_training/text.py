@@ -1,8 +1,8 @@
-"""The text that a draft learns from: chats whose turns and answers the target writes itself.
+"""The text of a draft's training: chats whose turns and answers the target writes.
 
-An instruct model that is given only its template's user header writes a user's turn (Magpie, arXiv
-2406.08464). A shard is one batch of chats: a cut loses one at most, and a shard does not depend on
-those before it.
+After the user header of its chat template, an instruct model writes a user's turn (Magpie, arXiv
+2406.08464). A shard is one batch of chats. It does not depend on earlier shards, and an
+interruption loses at most one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from sglang_dflash.tools.bench.datasets import Prompt
 from sglang_dflash.tools.transformers_loop.pair import chat_tokens
 
-from .decoding import Job, Nucleus
+from .decoding import DecodingJob, Nucleus
 from .writers import Writer
 
-# How a user's turn begins, by kind, and the share of the kind. What follows is the target's.
+# Source of a chat -> its share, and openings of a user's turn, which the target continues.
 OPENINGS: dict[str, tuple[float, tuple[str, ...]]] = {
     "chat": (0.5, ("",)),
     "code": (
@@ -52,7 +52,7 @@ OPENINGS: dict[str, tuple[float, tuple[str, ...]]] = {
         ),
     ),
 }  # fmt: skip
-# What half of the arithmetic turns end with.
+# The end of half of the "math" turns.
 REASON = "\n\nReason step by step, and put the final answer in \\boxed{}."
 # Chats of a shard.
 CHATS = {"cpu": 512, "cuda": 2048}
@@ -60,9 +60,9 @@ CHATS = {"cpu": 512, "cuda": 2048}
 SAMPLED, SECOND_TURN = 3, 0.25
 TURNS, ANSWERS = Nucleus(0.9, 0.97), Nucleus(0.7, 0.97)
 TURN_TOKENS, ANSWER_TOKENS = 160, 288
-# Of a repetition loop so many tokens are kept: the draft sees loops, but does not learn them only.
+# Tokens of a repetition loop that are kept: the draft sees loops, but not too many of them.
 LOOP_TOKENS = 24
-# A text that shares so many words in a row with a held-out prompt is a near copy.
+# A text that shares this many words in a row with a held-out prompt is a near copy.
 NEAR_COPY = 13
 MARK = "\N{SNOWMAN}\N{SNOWMAN}"
 
@@ -72,15 +72,15 @@ class Chat:
     """Messages, and their tokens.
 
     Attributes:
-        kind: of `OPENINGS`, or the name of a set of prompts.
-        sampled: how the answers are written.
-        planned: the user's turns that follow.
+        source: a key of `OPENINGS`, or the name of a set of prompts.
+        sampled: whether answers are sampled; greedy otherwise.
+        planned: the user's next turns.
         ids: token ids up to the last answer's end.
         answers: begin and end of every answer in `ids`.
-        is_over: no turn follows.
+        is_over: whether no turn follows.
     """
 
-    kind: str
+    source: str
     sampled: bool
     planned: list[str] = field(default_factory=list)
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -90,7 +90,9 @@ class Chat:
 
     @property
     def row(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("kind", "sampled", "ids", "answers")}
+        # `kind` is the key in files that were written before.
+        values = {name: getattr(self, name) for name in ("sampled", "ids", "answers")}
+        return {"kind": self.source, **values}
 
 
 def words_of(text: str) -> list[str]:
@@ -98,18 +100,17 @@ def words_of(text: str) -> list[str]:
 
 
 def grams(text: str) -> set[tuple[str, ...]]:
-    """All runs of `NEAR_COPY` words; all words of a shorter text."""
+    """Return all runs of `NEAR_COPY` words; a shorter text is one run."""
     words = words_of(text)
     count = max(1, len(words) - NEAR_COPY + 1)
     return {tuple(words[i : i + NEAR_COPY]) for i in range(count)} if words else set()
 
 
 def is_turn(text: str) -> bool:
-    """Return whether a text looks like what a user writes in English: the target writes others as
-    well."""
+    """Return whether a text looks like a user's turn in English. The target also writes others."""
     plain = sum(char.isascii() for char in text)
-    whole = text.count("```") % 2 == 0
-    return len(words_of(text)) >= 3 and plain >= 0.98 * len(text) and whole
+    has_whole_code = text.count("```") % 2 == 0
+    return len(words_of(text)) >= 3 and plain >= 0.98 * len(text) and has_whole_code
 
 
 class Author:
@@ -119,7 +120,7 @@ class Author:
         writer: continues texts.
         ends: the tokens that end a text.
         held_out: prompts that no text may be a near copy of.
-        loop_tokens: of a repetition loop so many tokens are kept.
+        loop_tokens: tokens of a repetition loop that are kept.
     """
 
     def __init__(
@@ -131,25 +132,26 @@ class Author:
         loop_tokens: int = LOOP_TOKENS,
     ) -> None:
         self.writer, self.tokenizer, self.ends = writer, tokenizer, ends
-        self.held_out = {gram for of in held_out for turn in of.turns for gram in grams(turn)}
+        turns = [turn for prompt in held_out for turn in prompt.turns]
+        self.held_out = {gram for turn in turns for gram in grams(turn)}
         self.loop_tokens = loop_tokens
         after = tokenizer(self._around_turn([])[1], add_special_tokens=False)["input_ids"]
         self.ends_of_turn = {*ends, *after[:1]}
 
     def shard(self, number: int, count: int, prompts: Sequence[Prompt]) -> list[Chat]:
-        """Chats of the user's prompts, or else of turns that the target writes."""
+        """Write a shard: answers to `prompts`, or chats whose turns the target writes, too."""
         torch.manual_seed(number)
         rng = random.Random(f"text-{number}")
-        kinds, shares = zip(*((kind, of[0]) for kind, of in OPENINGS.items()), strict=True)
+        shares = [share for share, _ in OPENINGS.values()]
         chats = []
         for i in range(number * count, (number + 1) * count):
             sampled = rng.randrange(SAMPLED) == 0
             if prompts:
-                # Once all have a greedy answer, others are sampled.
+                # When all prompts have a greedy answer, further answers are sampled.
                 turns = list(prompts[i % len(prompts)].turns)
                 chats.append(Chat("prompts", sampled or i >= len(prompts), turns))
             else:
-                chats.append(Chat(rng.choices(kinds, shares)[0], sampled))
+                chats.append(Chat(rng.choices(list(OPENINGS), shares)[0], sampled))
         if not prompts:
             self._plan(chats, rng)
         self.answer(chats, ANSWER_TOKENS)
@@ -161,36 +163,38 @@ class Author:
 
     def answer(self, chats: Sequence[Chat], tokens: int) -> None:
         """Answer all planned turns."""
-        while asked := [chat for chat in chats if chat.planned and not chat.is_over]:
-            self._answer_next(asked, tokens)
+        while unanswered := [chat for chat in chats if chat.planned and not chat.is_over]:
+            self._answer_next(unanswered, tokens)
 
     def _around_turn(self, messages: list[dict[str, str]]) -> list[str]:
         """Return the template's text before and after a user's turn."""
-        asked = [*messages, {"role": "user", "content": MARK}]
+        chat = [*messages, {"role": "user", "content": MARK}]
         how = {"tokenize": False, "add_generation_prompt": True}
-        return self.tokenizer.apply_chat_template(asked, **how).split(MARK)
+        return self.tokenizer.apply_chat_template(chat, **how).split(MARK)
 
     def _plan(self, chats: list[Chat], rng: random.Random) -> None:
-        """Let the target write the next turn of every chat; without a good one, it is over."""
-        openings = ["" if chat.messages else rng.choice(OPENINGS[chat.kind][1]) for chat in chats]
+        """Let the target write the next turn of every chat. A chat without a good turn is over."""
+        openings = ["" if chat.messages else rng.choice(OPENINGS[chat.source][1]) for chat in chats]
         jobs = []
         for chat, opening in zip(chats, openings, strict=True):
             text = self._around_turn(chat.messages)[0] + opening
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            jobs.append(Job(ids, TURN_TOKENS, sampled=True))
+            jobs.append(DecodingJob(ids, TURN_TOKENS, sampled=True))
         self._write(jobs, self.ends_of_turn, TURNS)
         for chat, opening, job in zip(chats, openings, jobs, strict=True):
             text = (opening + self.tokenizer.decode(job.tokens[:-1])).strip()
             good = job.ended and is_turn(text) and self.held_out.isdisjoint(grams(text))
-            if good and chat.kind == "math" and not chat.messages and rng.random() < 0.5:
+            if good and chat.source == "math" and not chat.messages and rng.random() < 0.5:
                 text += REASON
             chat.planned, chat.is_over = [text] if good else [], not good
 
     def _answer_next(self, chats: list[Chat], tokens: int) -> None:
         for chat in chats:
             chat.messages.append({"role": "user", "content": chat.planned.pop(0)})
-        asked = [chat_tokens(self.tokenizer, chat.messages) for chat in chats]
-        jobs = [Job(ids, tokens, chat.sampled) for chat, ids in zip(chats, asked, strict=True)]
+        prompts = [chat_tokens(self.tokenizer, chat.messages) for chat in chats]
+        jobs = [
+            DecodingJob(ids, tokens, chat.sampled) for chat, ids in zip(chats, prompts, strict=True)
+        ]
         self._write(jobs, self.ends, ANSWERS)
         for chat, job in zip(chats, jobs, strict=True):
             text = self.tokenizer.decode(job.tokens, skip_special_tokens=True)
@@ -198,13 +202,13 @@ class Author:
             if chat.is_over or len(job.tokens) < 2:
                 continue
             chat.messages.append({"role": "assistant", "content": text})
-            # A template may render earlier turns in another way: their answers then are not kept.
+            # If the template renders earlier turns in another way, their answers are dropped.
             same = job.prompt[: len(chat.ids)] == chat.ids
             span = (len(job.prompt), len(job.prompt) + len(job.tokens))
             chat.ids, chat.answers = job.prompt + job.tokens, [*chat.answers * same, span]
             chat.is_over = not job.ended and not chat.planned
 
-    def _write(self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus) -> None:
+    def _write(self, jobs: list[DecodingJob], ends: Collection[int], nucleus: Nucleus) -> None:
         self.writer.write(jobs, ends, nucleus, self.loop_tokens)
 
 

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import requests
 from transformers import PreTrainedModel
 
-from .decoding import Job, Nucleus, write
+from .decoding import DecodingJob, Nucleus, write
 from .device import now
 
 # Texts that Transformers decodes at a time.
 ROWS = {"cpu": 256, "cuda": 1024}
-# Texts of one HTTP request, and the seconds that it may take.
+# Texts of one HTTP request, and its timeout.
 ASKED, TIMEOUT_S = 1024, 1800
-# A shard waits for its longest texts; meanwhile servers work on others.
+# Servers work on other shards while a shard waits for its longest texts.
 SHARDS_AT_A_TIME = 4
 
 
@@ -31,16 +31,16 @@ class Writer(Protocol):
     shards_at_a_time: int
 
     def now(self) -> float:
-        """Seconds so far, by the clock that the writer's work is measured with."""
+        """Return seconds by the clock that measures the writer's work."""
 
     def write(
-        self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
+        self, jobs: list[DecodingJob], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
     ) -> None:
         """Continue all jobs; see `decoding.write`."""
 
 
 class TransformersWriter:
-    """`target`: as `decoding.fast_decoding` returns it."""
+    """A writer in this process. `target`: as `decoding.fast_decoding` returns it."""
 
     shards_at_a_time = 1
 
@@ -51,7 +51,7 @@ class TransformersWriter:
         return now(self.target.device)
 
     def write(
-        self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
+        self, jobs: list[DecodingJob], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
     ) -> None:
         rows = ROWS[self.target.device.type]
         write(self.target, jobs, ends, rows=rows, nucleus=nucleus, loop_tokens=loop_tokens)
@@ -60,9 +60,9 @@ class TransformersWriter:
 class ServerWriter:
     """SGLang servers of the target, which serve without a draft.
 
-    A batch with sampled texts sorts the logits of all its texts. Of several servers, the first
-    therefore gets the greedy texts, and the others share the sampled ones. Their samples have no
-    seed: a shard that is written again is another.
+    A server sorts the logits of all texts of a batch if one of them is sampled. The first of
+    several servers therefore gets the greedy texts, and the others share the sampled ones. Samples
+    have no seed, so a shard that is written again differs.
     """
 
     shards_at_a_time = SHARDS_AT_A_TIME
@@ -75,9 +75,9 @@ class ServerWriter:
         return time.monotonic()
 
     def write(
-        self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
+        self, jobs: list[DecodingJob], ends: Collection[int], nucleus: Nucleus, loop_tokens: int
     ) -> None:
-        """Raises ValueError: a server does not answer as asked."""
+        """See `Writer.write`. Raises ValueError if a server does not answer."""
         greedy = [job for job in jobs if not job.sampled]
         sampled = [job for job in jobs if job.sampled]
         parts = [(self.greedy, greedy[i : i + ASKED]) for i in range(0, len(greedy), ASKED)]
@@ -91,7 +91,7 @@ class ServerWriter:
             job.look_for_loop(loop_tokens)
 
 
-def ask(url: str, jobs: Sequence[Job], ends: Collection[int], nucleus: Nucleus) -> None:
+def ask(url: str, jobs: Sequence[DecodingJob], ends: Collection[int], nucleus: Nucleus) -> None:
     """Let a server continue some jobs in one request. Raises ValueError."""
     sampling = {"temperature": nucleus.temperature, "top_p": nucleus.mass}
     parameters: list[dict[str, Any]] = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch.draft_training.decoding import Job, fast_decoding
+from launch.draft_training.decoding import DecodingJob, fast_decoding
 from launch.draft_training.text import ANSWERS
 from launch.draft_training.writers import ServerWriter, TransformersWriter
 from sglang_dflash.tools.bench.server import Server
@@ -25,9 +25,13 @@ def test_it_writes_what_transformers_writes(server: Server) -> None:
     prompts = [tokenizer(text)["input_ids"] for text in pair.prompts[:6]]
     model = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32)
 
-    def jobs() -> list[Job]:
-        greedy = [Job(prompt, limit=40, sampled=False) for prompt in prompts]
-        return [*greedy, Job(prompts[0], limit=20, sampled=True), Job([5, 5, 5], 40, sampled=False)]
+    def jobs() -> list[DecodingJob]:
+        greedy = [DecodingJob(prompt, limit=40, sampled=False) for prompt in prompts]
+        return [
+            *greedy,
+            DecodingJob(prompts[0], limit=20, sampled=True),
+            DecodingJob([5, 5, 5], 40, sampled=False),
+        ]
 
     theirs = jobs()
     # A token of some of the texts ends them.
@@ -47,4 +51,4 @@ def test_it_writes_what_transformers_writes(server: Server) -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     writer = ServerWriter(["http://127.0.0.1:9"])
     with pytest.raises(ValueError, match=r"127\.0\.0\.1:9"):
-        writer.write([Job([1], limit=1, sampled=False)], {2}, ANSWERS, LOOP_TOKENS)
+        writer.write([DecodingJob([1], limit=1, sampled=False)], {2}, ANSWERS, LOOP_TOKENS)

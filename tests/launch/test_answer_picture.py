@@ -6,13 +6,13 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from launch.demo.answer_picture import COLUMNS, WIDTH, Shown, picture, wrapped
+from launch.demo.answer_picture import COLUMNS, WIDTH, TimedAnswer, picture, wrap_steps
 
 STEPS = ["Once", " upon", " a ti", "me <b> & so", " on\n\n  end"]
 
 
 def text_of(steps: list[str]) -> list[str]:
-    return ["".join(text for text, _ in line) for line in wrapped(steps)]
+    return ["".join(text for text, _ in line) for line in wrap_steps(steps)]
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,13 @@ def text_of(steps: list[str]) -> list[str]:
 def test_lines_break_at_spaces_and_keep_their_steps(steps: list[str], lines: list[str]) -> None:
     assert [line.rstrip() for line in text_of(steps)] == [line.rstrip() for line in lines]
     assert "".join("".join(text_of(steps)).split()) == "".join("".join(steps).split())
-    for line in wrapped(steps):
+    for line in wrap_steps(steps):
         for text, step in line:
             assert text in steps[step]
 
 
 def test_a_picture_shows_both_answers_from_their_first_line() -> None:
-    slow, fast = Shown("plain", STEPS[:2], 2, 0.25), Shown("DFLASH", STEPS, 14, 0.25)
+    slow, fast = TimedAnswer("plain", STEPS[:2], 2, 0.25), TimedAnswer("DFLASH", STEPS, 14, 0.25)
     drawn = picture("Tell me\n a <story> " + "and more " * 40, [slow, fast], "a model, a machine")
     root = ElementTree.fromstring(drawn)
     texts = ["".join(node.itertext()) for node in root.iter() if node.tag.endswith("}text")]

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from launch.draft_training import decoding
-from launch.draft_training.decoding import Job, Nucleus
+from launch.draft_training.decoding import DecodingJob, Nucleus
 
 END = 7
 
@@ -49,7 +49,7 @@ def test_greedy_texts_are_those_of_one_at_a_time(
     expected = [alone(target, prompt, limit) for prompt in asked]
     assert 2 < sum(text[-1] == END for text in expected) < 20
     decoding.fast_decoding(target)
-    jobs = [Job(prompt, limit, sampled=False) for prompt in asked]
+    jobs = [DecodingJob(prompt, limit, sampled=False) for prompt in asked]
     new = 0
 
     def report(count: int) -> None:
@@ -64,10 +64,10 @@ def test_greedy_texts_are_those_of_one_at_a_time(
 
 def test_loops_are_cut(target: PreTrainedModel) -> None:
     loop = [11, 12, 13]
-    job = Job([1], 100, sampled=False, tokens=[5, 6, *loop * 20])
+    job = DecodingJob([1], 100, sampled=False, tokens=[5, 6, *loop * 20])
     job.look_for_loop(keep=24)
     assert job.looped and job.is_done and len(job.tokens) == 2 + 24
-    fine = Job([1], 100, sampled=False, tokens=list(range(60)))
+    fine = DecodingJob([1], 100, sampled=False, tokens=list(range(60)))
     fine.look_for_loop(keep=24)
     assert not fine.looped and len(fine.tokens) == 60
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launch.demo.answer_picture import Shown
+from launch.demo.answer_picture import TimedAnswer
 from launch.demo.main import (
     MEASURED,
-    Timed,
+    MeasuredAnswer,
     config_of,
     median_prompt,
     outcome,
     prompts_of,
     speedups,
 )
-from launch.demo.race import LINES, Lane, frame, race
+from launch.demo.race import LINES, LiveAnswer, frame, race
 from sglang_dflash.tools.bench.datasets import Prompt
 from sglang_dflash.tools.demo_pairs.pairs import DemoPair, demo_pair
 from sglang_dflash.tools.demo_pairs.public_target import KIND
@@ -44,19 +44,19 @@ def test_a_race_is_shown_on_80_columns(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_an_answer_as_it_was_at_a_moment() -> None:
-    lane = Lane("DFLASH")
+    lane = LiveAnswer("DFLASH")
     lane.steps, lane.times = ["a", " b c", " d"], [(0.5, 1), (1.0, 3), (2.0, 4)]
-    assert lane.until(1.5) == Shown("DFLASH", ["a", " b c"], 3, 1.5)
+    assert lane.until(1.5) == TimedAnswer("DFLASH", ["a", " b c"], 3, 1.5)
     assert lane.until(0.1).tokens == 0 and lane.until(2.0).steps == lane.steps
 
 
 def test_the_picture_is_of_the_median_prompt() -> None:
-    plain = [Timed([1], 0, seconds) for seconds in (3.0, 8.0, 2.0, 4.0)]
-    assert median_prompt(plain, [Timed([1], 1, 1.0)] * 4) == 0
+    plain = [MeasuredAnswer([1], 0, seconds) for seconds in (3.0, 8.0, 2.0, 4.0)]
+    assert median_prompt(plain, [MeasuredAnswer([1], 1, 1.0)] * 4) == 0
 
 
 def test_a_panel_is_clipped_to_the_last_lines() -> None:
-    lane = Lane("DFLASH")
+    lane = LiveAnswer("DFLASH")
     lane.steps, lane.times = [f"word{i} and more " for i in range(200)], [(10.0, 800)]
     console = Console(width=80, file=io.StringIO(), force_terminal=False)
     console.print(frame("a prompt " * 30, [lane, lane]))
@@ -82,8 +82,8 @@ def test_the_chat_pair_is_asked_chats_and_served_as_to_users() -> None:
 def test_the_outcome_of_two_servers() -> None:
     """Two prompts of 8 tokens: 4 s and 2 s without a draft; with it, 1 s each for a prefill and
     2 steps."""
-    plain = [Timed([1] * 8, 0, 4.0), Timed([2] * 8, 0, 2.0)]
-    dflash = [Timed([1] * 8, 2, 1.0), Timed([2] * 8, 2, 1.0)]
+    plain = [MeasuredAnswer([1] * 8, 0, 4.0), MeasuredAnswer([2] * 8, 0, 2.0)]
+    dflash = [MeasuredAnswer([1] * 8, 2, 1.0), MeasuredAnswer([2] * 8, 2, 1.0)]
     assert outcome(plain, dflash) == {
         "identical": True,
         "acceptance_length": 3.5,
@@ -96,5 +96,5 @@ def test_the_outcome_of_two_servers() -> None:
         "step_ratio": 0.89,
     }
     assert speedups(["chat", "edits"], plain, dflash) == {"chat": 4.0, "edits": 2.0}
-    dflash[1] = Timed([2] * 7 + [3], 2, 1.0)
+    dflash[1] = MeasuredAnswer([2] * 7 + [3], 2, 1.0)
     assert not outcome(plain, dflash)["identical"]

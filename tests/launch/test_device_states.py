@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launch.draft_training import card, draft, loop, states
-from launch.draft_training.loop import Length
+from launch.draft_training.loop import TrainingLimit
 from launch.draft_training.recipe import Recipe
 from sglang_dflash.tools.bench.datasets import Prompt
 from tests.launch.small_target import write_target
@@ -57,7 +57,7 @@ def test_states_in_memory_are_those_of_the_files(
     wanted = recipe_of(target_folder, tmp_path).shards()
     monkeypatch.setitem(states.ROWS, "cpu", 100)
     monkeypatch.setitem(states.TOKENS, "cpu", 130)
-    held = recipe_of(target_folder, tmp_path / "held", held=True)
+    held = recipe_of(target_folder, tmp_path / "held", states_in_memory=True)
     (tmp_path / "text").rename(tmp_path / "held/text")
     found = held.shards()
     assert len(found) == len(wanted) == 2 and not list(tmp_path.glob("held/states/*.pt"))
@@ -68,7 +68,7 @@ def test_states_in_memory_are_those_of_the_files(
         each = states.bytes_of_token(held.target, held.layers)
         assert own.bytes == each * len(own.ids)
     assert [id(of) for of in held.shards()] == [id(of) for of in found]
-    assert card._spent(held.work / "states") > 0
+    assert card._seconds_of(held.work / "states") > 0
 
 
 def test_batches_are_of_like_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_text_that_memory_has_no_room_for_is_left_out(
     target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_text(tmp_path, 3)
-    held = recipe_of(target_folder, tmp_path, held=True, max_state_bytes=1)
+    held = recipe_of(target_folder, tmp_path, states_in_memory=True, max_state_bytes=1)
     assert len(held.shards()) == len(held.shards()) == 1
     assert capsys.readouterr().out.count("not loaded") == 1
 
@@ -101,7 +101,7 @@ def gathered(picked: list[tuple[states.States, int]]) -> list[torch.Tensor]:
 
 def test_a_batch_is_the_texts_padded_with_zeros(target_folder: Path, tmp_path: Path) -> None:
     write_text(tmp_path, 3)
-    shards = recipe_of(target_folder, tmp_path, held=True).shards()
+    shards = recipe_of(target_folder, tmp_path, states_in_memory=True).shards()
     rng = random.Random(0)
     for count in (1, 2, 7):
         picked = [(s, rng.randrange(len(s.answers))) for s in rng.choices(shards, k=count)]
@@ -117,7 +117,7 @@ def test_a_batch_is_the_texts_padded_with_zeros(target_folder: Path, tmp_path: P
 
 def test_blocks_are_drawn_inside_of_answers(target_folder: Path, tmp_path: Path) -> None:
     write_text(tmp_path, 3)
-    shards = recipe_of(target_folder, tmp_path, held=True).shards()
+    shards = recipe_of(target_folder, tmp_path, states_in_memory=True).shards()
     ends = {int(end) for shard in shards for end in shard.answers[:, 2]}
     seen = set()
     for seed in range(30):
@@ -136,13 +136,13 @@ def test_a_draft_is_trained_for_some_minutes(
     ticks = itertools.count()
     monkeypatch.setattr(loop, "now", lambda device: 0.04 * next(ticks))
     write_text(tmp_path, 2)
-    made = recipe_of(target_folder, tmp_path, held=True)
-    made.train(False, Length(seconds=0.5), 0.3)
+    made = recipe_of(target_folder, tmp_path, states_in_memory=True)
+    made.train(False, TrainingLimit(seconds=0.5), 0.3)
     file = tmp_path / "draft.curve.json"
     curve = json.loads(file.read_text())
     assert len(curve) > 1 and curve[-1]["shards"] == 2
     file.write_text(json.dumps(curve[:-1]))
-    made.train(False, Length(seconds=0.5), 0.3)
+    made.train(False, TrainingLimit(seconds=0.5), 0.3)
     again = json.loads(file.read_text())
     assert [row["step"] for row in again] == [row["step"] for row in curve]
     for row, best in ((0, 3.0), (-1, 2.0)):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launch.draft_training import card, draft, recipe, start, text
-from launch.draft_training.loop import Length, Run
+from launch.draft_training.loop import TrainingLimit, TrainingRun
 from launch.draft_training.loops import loop_start
 from launch.draft_training.recipe import Recipe
 from launch.draft_training.states import States, read_text, states_of
@@ -289,7 +289,7 @@ def test_a_draft_goes_on_from_one_that_was_trained_before(made: Recipe, tmp_path
     work = tmp_path / "work"
     (work / "text").mkdir(parents=True)
     again.work, again.measured = work, lambda folder: {"chat": 1.3}  # type: ignore[method-assign]
-    run = Run(
+    run = TrainingRun(
         "draft",
         again.new_draft(),
         lambda rng: (torch.zeros(()), torch.ones(())),
@@ -321,10 +321,10 @@ def test_rotations_stay_float32_while_a_draft_is_trained(
         models.append(model)
         raise Begun
 
-    monkeypatch.setattr(recipe, "Run", run)
+    monkeypatch.setattr(recipe, "TrainingRun", run)
     again = Recipe(made.target_folder, made.work, made.prompts, made.held_out, dtype=torch.bfloat16)
     with pytest.raises(Begun):
-        again.train(False, Length(1), 1.0)
+        again.train(False, TrainingLimit(1), 1.0)
     (model,) = models
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.rotary.frequencies.dtype == torch.float32

@@ -13,7 +13,7 @@ from torch import Tensor
 from launch.draft_training import loop
 
 
-def run(work: Path) -> tuple[torch.nn.Module, loop.Run]:
+def run(work: Path) -> tuple[torch.nn.Module, loop.TrainingRun]:
     """A small network, and its run."""
     work.mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -23,20 +23,20 @@ def run(work: Path) -> tuple[torch.nn.Module, loop.Run]:
         x = torch.tensor([[rng.random() for _ in range(3)]])
         return (model(x) - x).square().sum(), torch.ones(())
 
-    return model, loop.Run("tiny", model, loss_of, lr=0.01, work=work)
+    return model, loop.TrainingRun("tiny", model, loss_of, lr=0.01, work=work)
 
 
 def test_a_cut_run_ends_as_an_uncut_one(tmp_path: Path) -> None:
     whole, of_whole = run(tmp_path / "whole")
-    of_whole.train(loop.Length(8))
+    of_whole.train(loop.TrainingLimit(8))
     # The first goes on without saving, and is lost.
     _, first = run(tmp_path / "cut")
-    first.train(loop.Length(5))
+    first.train(loop.TrainingLimit(5))
     first.save = lambda: None  # type: ignore[method-assign]
-    first.train(loop.Length(7))
+    first.train(loop.TrainingLimit(7))
     resumed, second = run(tmp_path / "cut")
     assert second.step == 5
-    second.train(loop.Length(8))
+    second.train(loop.TrainingLimit(8))
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name])
         assert torch.equal(of_whole.average[name], second.average[name])
@@ -45,7 +45,7 @@ def test_a_cut_run_ends_as_an_uncut_one(tmp_path: Path) -> None:
 def test_the_average_goes_back_over_the_last_steps(tmp_path: Path) -> None:
     model, of = run(tmp_path)
     before = model.weight.detach().clone()
-    of.train(loop.Length(40))
+    of.train(loop.TrainingLimit(40))
     after = model.weight.detach()
     assert not torch.equal(before, after)
     # Closer to the end than to the beginning, and not the last weights.
@@ -54,11 +54,11 @@ def test_the_average_goes_back_over_the_last_steps(tmp_path: Path) -> None:
 
 def test_the_learning_rate_falls_by_time() -> None:
     """Or by steps: whichever ends first."""
-    length = loop.Length(seconds=100.0)
+    length = loop.TrainingLimit(seconds=100.0)
     rates = [loop.lr_scale(500, 30, length.done(500, spent)) for spent in (0, 59, 80, 98, 200)]
     assert rates == pytest.approx([1.0, 1.0, 0.5, 0.05, 0.01])
     assert loop.lr_scale(2, 30, length.done(2, 0.0)) == pytest.approx(0.1)
-    assert loop.Length(1000, 100.0).done(800, 10.0) == 0.8
+    assert loop.TrainingLimit(1000, 100.0).done(800, 10.0) == 0.8
 
 
 def test_sigterm_saves_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +73,7 @@ def test_sigterm_saves_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[st
     of.loss_of = cut
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as left, loop.until_sigterm(of):
-        of.train(loop.Length(100))
+        of.train(loop.TrainingLimit(100))
     assert left.value.code == 0 and "tiny: cut after 4 steps; saved" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) is before
     _, resumed = run(tmp_path)

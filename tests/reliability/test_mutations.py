@@ -18,7 +18,7 @@ MUTATIONS = read_list(ROOT / LIST)
 def test_a_bug_can_be_put_back(mutation: Mutation) -> None:
     """Its text is in the file once, and its tests exist."""
     text = (ROOT / mutation.file).read_text()
-    changed = mutation.applied(text)
+    changed = mutation.apply(text)
     assert changed != text
     ast.parse(changed)
     assert not mutation.file.startswith("tests/")
@@ -78,8 +78,8 @@ BAD = 'name = "e"\nold = "2 * x"\nnew = "2 *"\ntests = ["test_double.py::test_it
 def test_a_bug_is_caught_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mutate(tmp_path, CAUGHT, DIES, EACH[0], HALF, EACH[1], GONE, BAD) == 1
     shown = capsys.readouterr().out
-    outcomes = [line.split()[0] for line in shown.splitlines()[:7]]
-    assert outcomes == ["killed"] * 3 + ["SURVIVED"] * 2 + ["BROKEN"] * 2, shown
+    run_tests = [line.split()[0] for line in shown.splitlines()[:7]]
+    assert run_tests == ["killed"] * 3 + ["SURVIVED"] * 2 + ["BROKEN"] * 2, shown
     assert "0 places in double.py have the text" in shown
     assert (tmp_path / "double.py").read_text() == TREE["double.py"]
 

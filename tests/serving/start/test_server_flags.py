@@ -10,7 +10,7 @@ import pytest
 from sglang.cli.serve import _extract_model_type_override, _normalize_positional_model_path
 from sglang.srt.utils.common import human_readable_int
 
-from launch.server_flags import as_text, described, server_parser
+from launch.server_flags import as_text, describe_flags, server_parser
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.serving.start import server_flags
 
@@ -25,7 +25,7 @@ def sglangs() -> argparse.ArgumentParser:
 
 def test_the_file_has_the_flags_of_sglangs_parser(sglangs: argparse.ArgumentParser) -> None:
     """Run `python -m launch.server_flags` if it does not."""
-    assert server_flags.FILE.read_text() == as_text(described(sglangs))
+    assert server_flags.FILE.read_text() == as_text(describe_flags(sglangs))
 
 
 COMMANDS = [
