@@ -1,12 +1,12 @@
 """The cost of a ring's size, on the `smollm2` pair, whose draft layers all slide.
 
-With an entry per target slot, and with rings of 1, 1.25 and 2 times what running requests can see
-(the default is for one request more). First functions to continue, 1, 8 and 16 at a time, without a
-prefix in common: every ring must accept what the entries per slot do, position by position. Then
-sessions that pause and return, as agents' do: twice as many as run at a time, in a new order every
-turn, so that a turn finds its history in the prefix cache after other sessions have written to the
-ring. A turn brings a long text, as a tool's result, or a short one, which leaves most of the window
-to what was written before. Servers in float32, one after another; greedy.
+Compares an entry per target slot with rings of 1, 1.25 and 2 times the entries that running
+requests can see (the default is one request more). First, functions are continued, 1, 8 and 16 at a
+time, without a common prefix: every ring must accept as many tokens as an entry per slot, position
+by position. Then sessions pause and return, as agents do: twice as many as run at a time, in a new
+order every turn, so that a turn finds its history in the prefix cache after other sessions have
+written to the ring. A turn brings a long text, such as a tool's result, or a short one, with which
+most of the window is history. Servers run one after another in float32; sampling is greedy.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from sglang_dflash.tools.demo_pairs.public_target import KIND
 
 RUNNING = 16
-# Of an answer: to the functions, before a pause, and after it.
+# New tokens of an answer: to a function, before the first pause, and after a pause.
 NEW_TOKENS, FIRST, RETURNED = 48, 8, 64
 LEVELS = (1, 8, 16)
 # Tokens of a text.
 PIECE = 300
-# What running requests can see, or are about to commit.
+# Entries that running requests can see or are about to commit.
 SEEN = RUNNING * (512 + 8)
-# More entries than the target's pool has slots: one per slot.
+# More entries than the target's pool has slots, which makes an entry per slot.
 PER_SLOT = "per slot"
 ENTRIES = {PER_SLOT: 100_000, "2 x": 2 * SEEN, "1.25 x": SEEN * 5 // 4, "1 x": SEEN}
-# Tokens that a turn brings, from and up to.
+# The least and the most tokens that a turn brings.
 RETURNS = {"long": (100, 300), "short": (8, 40)}
 
 
@@ -57,7 +57,7 @@ def arms() -> dict[str, ServerConfig]:
 
 
 def serve(server: Server, options: Options) -> dict[str, Any]:
-    """Return the outputs of one server, and what they took."""
+    """Measure one server. Returns its outputs and figures."""
     tokenizer = AutoTokenizer.from_pretrained(demo_pair(KIND).target)
     functions = "\n\n".join(prompt.turns[0] for prompt in stdlib_functions())
     ids = tokenizer(functions)["input_ids"]
@@ -68,7 +68,7 @@ def serve(server: Server, options: Options) -> dict[str, Any]:
             how = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
             return list(pool.map(lambda ids: server.generate(ids, **how), prompts))
 
-    # Other first tokens: no prefix is found.
+    # All prompts begin with other tokens, so no prefix is shared.
     apart = [
         answer
         for level in LEVELS
@@ -77,62 +77,64 @@ def serve(server: Server, options: Options) -> dict[str, Any]:
         )
     ]
     by_position = server.dflash()["acceptance_by_position"]
-    found = returns(ask, texts, options)
-    shown = server.dflash()
+    by_length = returns(ask, texts, options)
+    report = server.dflash()
     return {
-        "entries": shown["draft_kv_entries"],
-        "draft_kv_bytes": shown["draft_kv_bytes"],
+        "entries": report["draft_kv_entries"],
+        "draft_kv_bytes": report["draft_kv_bytes"],
         "acceptance_length": length_of(apart),
         "acceptance_by_position": by_position,
-        "returns_acceptance_length": {kind: length_of(found[kind]) for kind in found},
+        "returns_acceptance_length": {length: length_of(by_length[length]) for length in by_length},
         "returns_cached_tokens": sum(
-            answer["meta_info"]["cached_tokens"] for answer in chain(*found.values())
+            answer["meta_info"]["cached_tokens"] for answer in chain(*by_length.values())
         ),
-        "context_share": shown["draft_context_share"],
-        "outputs": [answer["output_ids"] for answer in (*apart, *chain(*found.values()))],
+        "context_share": report["draft_context_share"],
+        "outputs": [answer["output_ids"] for answer in (*apart, *chain(*by_length.values()))],
     }
 
 
 def returns(ask: Any, texts: list[list[int]], options: Options) -> dict[str, list[dict[str, Any]]]:
-    """Answers of sessions after a pause, by what the turn brings: one more turn of the history."""
+    """Return the answers of sessions after a pause, by the length of the turn's text."""
     rng = random.Random(0)
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in RETURNS}
+    answers_by_length: dict[str, list[dict[str, Any]]] = {length: [] for length in RETURNS}
     histories = [[200 + i] for i in range(options.chats)]
-    for turn, kind in enumerate(("long", *islice(cycle(RETURNS), options.turns))):
+    for turn, length in enumerate(("long", *islice(cycle(RETURNS), options.turns))):
         order = rng.sample(range(options.chats), options.chats)
         for i in order:
-            histories[i] += texts[(i + 7 * turn) % len(texts)][: rng.randint(*RETURNS[kind])]
+            histories[i] += texts[(i + 7 * turn) % len(texts)][: rng.randint(*RETURNS[length])]
         tokens = RETURNED if turn else FIRST
         answers = ask([list(histories[i]) for i in order], RUNNING, tokens)
         for i, answer in zip(order, answers, strict=True):
             histories[i] += answer["output_ids"]
-        found[kind] += answers if turn else []
-    return found
+        answers_by_length[length] += answers if turn else []
+    return answers_by_length
 
 
 def length_of(answers: list[dict[str, Any]]) -> float:
-    """Their acceptance length, 0 in plain decoding."""
+    """Return the acceptance length of answers; 0 in plain decoding."""
     infos = (answer["meta_info"] for answer in answers)
     steps = (of_answer(i.get("spec_verify_ct") or 0, i["completion_tokens"]) for i in infos)
     return round(sum(steps, VerifySteps()).acceptance_length or 0.0, 4)
 
 
 def run(options: Options) -> dict[str, Any]:
-    found = one_after_another(arms(), lambda server: serve(server, options))
-    outputs = found[PER_SLOT]["outputs"]
-    for of in found.values():
-        of["identical"] = of.pop("outputs") == outputs
-    return {"chats": options.chats, "turns": options.turns, "rings": found}
+    rings = one_after_another(arms(), lambda server: serve(server, options))
+    outputs = rings[PER_SLOT]["outputs"]
+    for ring in rings.values():
+        ring["identical"] = ring.pop("outputs") == outputs
+    return {"chats": options.chats, "turns": options.turns, "rings": rings}
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    columns = "".join(f"{kind + ' returns':>16}" for kind in RETURNS)
+    columns = "".join(f"{length + ' returns':>16}" for length in RETURNS)
     lines = [f"{'entries':20}{'acceptance':>12}{columns}{'context found':>16}"]
-    for name, of in result["rings"].items():
-        share = "all" if of["context_share"] is None else f"{of['context_share']:.1%}"
-        lengths = "".join(f"{of['returns_acceptance_length'][kind]:16.4f}" for kind in RETURNS)
+    for name, ring in result["rings"].items():
+        share = "all" if ring["context_share"] is None else f"{ring['context_share']:.1%}"
+        lengths = "".join(
+            f"{ring['returns_acceptance_length'][length]:16.4f}" for length in RETURNS
+        )
         lines.append(
-            f"{name + ', ' + str(of['entries']):20}{of['acceptance_length']:12.4f}"
+            f"{name + ', ' + str(ring['entries']):20}{ring['acceptance_length']:12.4f}"
             f"{lengths}{share:>16}"
         )
     return lines
@@ -140,9 +142,9 @@ def table(result: dict[str, Any]) -> list[str]:
 
 def failure(result: dict[str, Any]) -> str | None:
     rings = result["rings"]
-    other = [name for name, of in rings.items() if not of["identical"]]
-    if other:
-        return f"other outputs: {', '.join(other)}"
-    kept = {name: of["acceptance_by_position"] for name, of in rings.items()}
-    same = all(each == kept[PER_SLOT] for each in kept.values())
-    return None if same else f"other acceptance without prefixes: {kept}"
+    different = [name for name, ring in rings.items() if not ring["identical"]]
+    if different:
+        return f"other outputs: {', '.join(different)}"
+    accepted = {name: ring["acceptance_by_position"] for name, ring in rings.items()}
+    same = all(by_position == accepted[PER_SLOT] for by_position in accepted.values())
+    return None if same else f"other acceptance without prefixes: {accepted}"

@@ -3,10 +3,10 @@
     python -m experiments gpu_servers --out gpu_servers.json
     python -m experiments gpu_servers --target Qwen/Qwen3.5-27B --flags "--mem-fraction-static 0.88"
 
-Needs SGLang, and no weights or network: weights are random, prompts are random tokens, and each
-verify step commits a given number of tokens. The servers run one after another with the same flags.
-One that fails is reported with the end of its log, and the others go on. After each, --out is
-written anew.
+Needs SGLang, but neither weights nor a network: weights and prompts are random, and each verify
+step commits a given number of tokens. The servers run one after another with the same flags. A
+server that fails is reported with the end of its log, and the others still run. --out is written
+after each server.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ ARMS = ("ar", "builtin", "dflash")
 # Options that are also `BenchSettings`.
 SHARED = ("dtype", "simulated_acceptance", "concurrency", "rounds", "max_new_tokens")
 SESSION_TOKENS = 65536
-# Of a server's log.
+# Lines of a server's log that are kept, and characters of a line.
 LINES, COLUMNS = 80, 300
-# Lines of the log that come with every batch and request.
+# Log lines of single batches and requests, which are left out.
 CHATTER = ("Prefill batch", "Decode batch", "POST /", "GET /")
 
 
@@ -70,7 +70,8 @@ class Options:
 
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
-    """Raises ConfigError: too little is known of a model, or an option is out of range."""
+    """Run all servers. Raises ConfigError if too little is known about a model, or an option is out
+    of range."""
     import torch
 
     with tempfile.TemporaryDirectory() as home:
@@ -89,25 +90,26 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
             "session_tokens": SESSION_TOKENS,
         }
         servers: dict[str, Any] = {}
-        # Whoever reads the accelerator's name holds some of its memory from then on. With a first
-        # result before the first server, all servers find the same.
+        # Reading the accelerator's name for a result takes some of its memory. With a result before
+        # the first server, all servers find the same free memory.
         yield {**result, "servers": servers}
         with progress_bar(len(arms) * len(settings.levels), steady=False) as bar:
             for name, config in arms.items():
                 measurement = Measurement(name, options, settings.levels, vocabulary, bar)
-                servers[name] = measurement.of_server(config, Path(home) / f"{name}.log")
+                servers[name] = measurement.measure(config, Path(home) / f"{name}.log")
                 yield {**result, "servers": servers, **ratios(servers)}
 
 
 def settings_of(options: Options, models: dict[str, str], accelerator: bool) -> BenchSettings:
-    """The comparison that starts such servers. Raises ConfigError: an option is out of range."""
+    """Return settings of `bench` for these servers. Raises ConfigError if an option is out of
+    range."""
     arms = tuple(options.arms.split(","))
     if not set(arms) <= set(ARMS):
         raise ConfigError("arms", options.arms, f"some of {','.join(ARMS)} are required")
-    asked = {name: getattr(options, name) for name in SHARED}
-    settings = BenchSettings.for_machine({**models, **asked, "arms": arms}, accelerator)
+    shared = {name: getattr(options, name) for name in SHARED}
+    settings = BenchSettings.for_machine({**models, **shared, "arms": arms}, accelerator)
     requests = max(settings.levels)
-    # The same for all: SGLang's own default depends on the worker.
+    # SGLang's default depends on the worker, so all servers get the same flag.
     bounds = ["--skip-tokenizer-init", "--max-running-requests", str(requests)]
     # SGLang's worker refuses a draft that was made for shorter contexts than the target.
     context = context_of(map(Path, models.values()))
@@ -117,14 +119,14 @@ def settings_of(options: Options, models: dict[str, str], accelerator: bool) -> 
 
 
 def servers_of(settings: BenchSettings, accelerator: bool) -> dict[str, ServerConfig]:
-    """The arms, each a server to start. Raises ConfigError: the environment simulates, too."""
+    """Return the server of each arm. Raises ConfigError if the environment simulates acceptance."""
     arms = arms_of(settings, accelerator)
     return {name: arm for name, arm in arms.items() if isinstance(arm, ServerConfig)}
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Ask one server, and read its report."""
+    """The measurement of one server."""
 
     name: str
     options: Options
@@ -132,15 +134,15 @@ class Measurement:
     vocabulary: int
     bar: Any
 
-    def of_server(self, config: ServerConfig, log: Path) -> dict[str, Any]:
-        """Figures by concurrency, or why there are none."""
+    def measure(self, config: ServerConfig, log: Path) -> dict[str, Any]:
+        """Start the server and measure it. Returns its report, with `failed` if it failed."""
         report: dict[str, Any] = {"flags": config.args(), "environment": dict(config.env)}
         began = time.monotonic()
         self.bar.set_description(f"starting {self.name}")
         try:
             with Server(config, self.options.start_timeout_s, log) as server:
                 report["start_s"] = round(time.monotonic() - began, 1)
-                report |= told(load.SGLang(server.url))
+                report |= read_report(load.SGLang(server.url))
                 levels = report["levels"] = {}
                 for level in self.levels:
                     self.bar.set_description(f"{self.name}, {level} at a time")
@@ -151,48 +153,48 @@ class Measurement:
             report["failed"] = str(error).partition("\n")[0]
         return {**report, "log": last_lines(log)}
 
-    def passes(self, to: load.SGLang, concurrency: int) -> list[BenchPass]:
-        """The measured passes at that many requests at a time, after one to warm up: batches of
-        other lengths would be of other shapes, whose kernels are compiled when they come."""
+    def passes(self, server: load.SGLang, concurrency: int) -> list[BenchPass]:
+        """Return the measured passes at a concurrency, after a whole pass to warm up. A shorter one
+        would leave batch shapes whose kernels are compiled while they are measured."""
         # The text of a prompt is the seed of its tokens.
         prompts = [Prompt((str(seed),), chat=False) for seed in range(max(4, concurrency))]
 
-        def ask(to: load.SGLang, prompt: Prompt, _: list[str]) -> Answer:
+        def ask(server: load.SGLang, prompt: Prompt, _: list[str]) -> Answer:
             draw = random.Random(prompt.turns[0])
             tokens = draw.choices(range(self.vocabulary), k=self.options.prompt_tokens)
-            return to.ask(tokens, self.options.max_new_tokens, ignore_eos=True)
+            return server.ask(tokens, self.options.max_new_tokens, ignore_eos=True)
 
-        one_pass = partial(load.run, to, prompts, concurrency, ask)
+        one_pass = partial(load.run, server, prompts, concurrency, ask)
         one_pass()
         passes = []
         for _ in range(self.options.rounds):
-            to.flush()
-            passes.append(measure_settled(one_pass, to.flush))
+            server.flush()
+            passes.append(measure_settled(one_pass, server.flush))
         return passes
 
 
-def told(to: load.SGLang) -> dict[str, Any]:
-    """A server's report of itself. `sessions`: requests of `SESSION_TOKENS` that its K/V holds,
-    as far as it runs so many. Raises Failed if it does not answer."""
-    info = to.info()
-    tokens = info.target_kv_tokens or 0
-    running = min((s["effective_max_running_requests_per_dp"] for s in info.states), default=0)
+def read_report(server: load.SGLang) -> dict[str, Any]:
+    """Read a server's own report. `sessions`: number of requests of `SESSION_TOKENS` that fit its
+    KV pool and its limit of running requests. Raises Failed if it does not answer."""
+    report = server.info()
+    tokens = report.target_kv_tokens or 0
+    running = min((s["effective_max_running_requests_per_dp"] for s in report.states), default=0)
     return {
-        **info.machine(),
-        "worker": info.set_up(),
+        **report.machine(),
+        "worker": report.set_up(),
         "kv_tokens": tokens,
         "sessions": min(tokens // SESSION_TOKENS, running),
         "running_requests": running,
-        "dflash": info.reports[0] if info.reports else None,
+        "dflash": report.reports[0] if report.reports else None,
     }
 
 
 def figures(passes: list[BenchPass]) -> dict[str, Any]:
-    """Medians over passes, and over answers for `step_ms`: milliseconds between a request's steps,
-    its prefill left out. `compiled_while_measured`: kernels, by the server, in these passes."""
-    steps = [step_ms(answer) for done in passes for answer in done.all_answers]
-    speeds = [done.tokens_per_second for done in passes]
-    length = sum((done.speculation for done in passes), VerifySteps()).acceptance_length
+    """Return medians over passes. `step_ms`: milliseconds between a request's steps, without the
+    prefill, the median over answers. `compiled_while_measured`: see `count_compilations`."""
+    steps = [step_ms(answer) for each_pass in passes for answer in each_pass.all_answers]
+    speeds = [each_pass.tokens_per_second for each_pass in passes]
+    length = sum((each_pass.speculation for each_pass in passes), VerifySteps()).acceptance_length
     return {
         "tokens_per_second": round(statistics.median(speeds), 2),
         "least_tokens_per_second": round(min(speeds), 2),
@@ -205,31 +207,31 @@ def figures(passes: list[BenchPass]) -> dict[str, Any]:
 
 
 def step_ms(answer: Answer) -> float:
-    """A plain step has one token; the first token is the prefill's."""
+    """Milliseconds per step of an answer, without its prefill. A plain step has one token."""
     steps = answer.verify_steps or answer.tokens - 1
     return 1000 * (answer.seconds - answer.first_token_s) / max(1, steps)
 
 
 def last_lines(log: Path) -> list[str]:
-    """The end of a server's log, without the lines that every batch writes."""
-    # As bytes: text would end a line at each state of a progress bar.
+    """Return the end of a server's log, without lines of single batches and requests."""
+    # As bytes, because in text mode each update of a progress bar would end a line.
     text = log.read_bytes().decode(errors="replace") if log.exists() else ""
-    # Of a progress bar, its last state.
-    kept = [line.rstrip("\r").rpartition("\r")[2][:COLUMNS] for line in text.split("\n")]
-    return [line for line in kept if line and not any(words in line for words in CHATTER)][-LINES:]
+    # Keep the last state of a progress bar.
+    lines = [line.rstrip("\r").rpartition("\r")[2][:COLUMNS] for line in text.split("\n")]
+    return [line for line in lines if line and not any(words in line for words in CHATTER)][-LINES:]
 
 
 def ratios(servers: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """`speedup`: tokens per second over plain decoding. `step_time_ratio`: our step over that of
-    SGLang's worker. By concurrency, of the servers that have both figures."""
+    """Return ratios by server and concurrency, where both figures exist. `speedup`: tokens per
+    second over plain decoding's. `step_time_ratio`: our step time over SGLang's worker's."""
     levels = {name: server.get("levels", {}) for name, server in servers.items()}
 
     def ratio(name: str, base: str, figure: str) -> dict[str, float]:
-        ours, theirs = levels.get(name, {}), levels.get(base, {})
+        measured, base_levels = levels.get(name, {}), levels.get(base, {})
         return {
-            level: round(ours[level][figure] / theirs[level][figure], 3)
-            for level in ours
-            if level in theirs
+            level: round(measured[level][figure] / base_levels[level][figure], 3)
+            for level in measured
+            if level in base_levels
         }
 
     drafting = [name for name in servers if name != "ar"]
@@ -255,12 +257,12 @@ def table(result: dict[str, Any]) -> list[str]:
         lines.append(f"| {' | '.join([name, *cells, *memory])} |")
     steps = result.get("step_time_ratio", {}).get("dflash", {})
     if steps:
-        shown = ", ".join(f"{ratio:.3f} at {level}" for level, ratio in steps.items())
-        lines.append(f"step time, ours / SGLang's worker: {shown}")
+        step_times = ", ".join(f"{ratio:.3f} at {level}" for level, ratio in steps.items())
+        lines.append(f"step time, ours / SGLang's worker: {step_times}")
     for name, server in result["servers"].items():
-        for level, of in server.get("levels", {}).items():
-            if of["compiled_while_measured"]:
-                count = of["compiled_while_measured"]
+        for level, row in server.get("levels", {}).items():
+            if row["compiled_while_measured"]:
+                count = row["compiled_while_measured"]
                 lines.append(f"{name}, {level} at a time: {count} kernels compiled while measured")
         if "failed" in server:
             lines += [f"{name}: {server['failed']}", *(f"  {line}" for line in server["log"][-12:])]

@@ -1,11 +1,11 @@
-"""Sessions whose history comes back from host memory, with a pool for few of them.
+"""Sessions whose history comes back from host memory, because the pool holds few of them.
 
-Multi-turn chats, then agents that share their list of tools, in a new order every turn. Servers one
-after another, in float32, greedy: plain decoding and DFLASH with a pool that holds some of the
-histories and a hierarchical cache for all, then DFLASH with a pool for all of them. Outputs must be
-the same, at least half of a pair's cached tokens must come from the host (the agents' list of tools
-stays on the device), and the acceptance length must be within 3 % of that of the large pool, as
-many tokens being cached but for requests that start at once or end in another step.
+Multi-turn chats, then agents that share a list of tools; sessions take turns in a new order every
+time. Three servers, one after another, in float32, greedy: plain decoding and DFLASH with a small
+pool and a hierarchical cache, and DFLASH with a pool for all histories. Outputs must be equal. At
+least half of a pair's cached tokens must come from the host (the agents' list of tools stays on the
+device). The acceptance length must be within 3 % of the large pool's. About as many tokens must be
+cached; a few requests that start or end in another step make a difference.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def arms(pair: str, options: Options) -> dict[str, ServerConfig]:
     flags = {"--max-running-requests": AT_A_TIME, "--max-total-tokens": options.pool}
     hierarchical = {"--enable-hierarchical-cache": True, "--hicache-ratio": 20}
     plain = demo_config(demo_pair(pair), dflash=False).with_flags(flags)
-    ours = demo_config(demo_pair(pair), dflash=True).with_flags(flags)
+    dflash = demo_config(demo_pair(pair), dflash=True).with_flags(flags)
     return {
         PLAIN: plain.with_flags(hierarchical),
-        HOST: ours.with_flags(hierarchical),
-        LARGE: ours.with_flags({"--max-total-tokens": 20 * options.pool}),
+        HOST: dflash.with_flags(hierarchical),
+        LARGE: dflash.with_flags({"--max-total-tokens": 20 * options.pool}),
     }
 
 
 def sessions(pair: str, options: Options) -> dict[str, list[list[str]]]:
-    """Texts of every turn, by kind of session."""
+    """Return the texts of every turn of all sessions, by traffic: "chats" and "agents"."""
     pieces, rng = demo_pair(pair).prompts, random.Random(0)
     chats = [
         [f"# chat {i}\n{pieces[i % len(pieces)]}"]
@@ -68,11 +68,12 @@ def sessions(pair: str, options: Options) -> dict[str, list[list[str]]]:
 
 
 def agents(functions: Sequence[str]) -> list[list[str]]:
-    """Turns of sessions that read and answer. All begin with the same list of tools; two at a time
-    share their first turns and then go different ways. A turn's text is a tool's result.
+    """Return the turns of agents' sessions. The text of a turn is a tool's result.
+
+    All sessions begin with the same list of tools. Pairs of sessions share their first turns.
 
     Args:
-        functions: source texts, of which results are made. At least `TURNS` of them.
+        functions: source texts that serve as results; at least `TURNS`.
     """
     rng = random.Random(0)
     tools = [{"tool": name, "arguments": ["path"]} for name in ("read", "search", "edit", "run")]
@@ -81,26 +82,26 @@ def agents(functions: Sequence[str]) -> list[list[str]]:
     def results(count: int) -> list[str]:
         return [f"\n# result of read\n{text}" for text in rng.sample(functions, count)]
 
-    found = []
+    turns_of_agents = []
     for _ in range(AGENTS // 2):
         trunk = results(SHARED_TURNS)
         for _ in range(2):
-            first, *rest = trunk + results(TURNS - SHARED_TURNS)
-            found.append([header + first, *rest])
-    return found
+            first_turn, *later_turns = trunk + results(TURNS - SHARED_TURNS)
+            turns_of_agents.append([header + first_turn, *later_turns])
+    return turns_of_agents
 
 
 def serve(server: Server, pair: str, options: Options) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(demo_pair(pair).target)
-    found = {}
-    for kind, every in sessions(pair, options).items():
-        ids = [[tokenizer(text)["input_ids"][:PIECE] for text in turns] for turns in every]
-        found[kind] = _summary(*_converse(server, ids))
-    return found
+    summaries = {}
+    for traffic, texts in sessions(pair, options).items():
+        ids = [[tokenizer(text)["input_ids"][:PIECE] for text in turns] for turns in texts]
+        summaries[traffic] = _summary(*_converse(server, ids))
+    return summaries
 
 
 def _converse(server: Server, texts: list[list[list[int]]]) -> tuple[list[dict[str, Any]], float]:
-    """All sessions' answers, and the seconds that they took."""
+    """Run all sessions. Returns their answers and the seconds that they took."""
     rng, answers = random.Random(1), list[dict[str, Any]]()
     histories: list[list[int]] = [[] for _ in texts]
     began = time.perf_counter()
@@ -122,10 +123,10 @@ def _ask(server: Server, ids: list[int]) -> dict[str, Any]:
         "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
         "stream": True,
     }
-    began, first, last = time.perf_counter(), 0.0, dict[str, Any]()
+    began, first_token_s, last_chunk = time.perf_counter(), 0.0, dict[str, Any]()
     for chunk in chunks(f"{server.url}/generate", body):
-        first, last = first or time.perf_counter() - began, chunk
-    return {**last, "first_token_s": first}
+        first_token_s, last_chunk = first_token_s or time.perf_counter() - began, chunk
+    return {**last_chunk, "first_token_s": first_token_s}
 
 
 def _summary(answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def _summary(answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         "outputs": [answer["output_ids"] for answer in answers],
         "prompt_tokens": sum(info["prompt_tokens"] for info in infos),
         "cached_tokens": cached,
-        "from_host": round(sum(of.get("host", 0) for of in details) / max(cached, 1), 4),
+        "from_host": round(sum(detail.get("host", 0) for detail in details) / max(cached, 1), 4),
         "acceptance_length": length_of(answers),
         "first_token_ms": round(1000 * firsts[len(firsts) // 2]),
         "output_tok_s": round(len(answers) * NEW_TOKENS / seconds, 1),
@@ -147,14 +148,16 @@ def _summary(answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
 def run(options: Options) -> dict[str, Any]:
     rows = []
     for pair in options.pairs.split(","):
-        found = one_after_another(
+        by_arm = one_after_another(
             arms(pair, options), lambda server, pair=pair: serve(server, pair, options)
         )
-        expected = {kind: of["outputs"] for kind, of in found[PLAIN].items()}
-        for arm, kinds in found.items():
-            for kind, of in kinds.items():
-                same = of.pop("outputs") == expected[kind]
-                rows.append({"pair": pair, "traffic": kind, "server": arm, "identical": same, **of})
+        expected = {traffic: summary["outputs"] for traffic, summary in by_arm[PLAIN].items()}
+        for arm, summaries in by_arm.items():
+            for traffic, summary in summaries.items():
+                same = summary.pop("outputs") == expected[traffic]
+                rows.append(
+                    {"pair": pair, "traffic": traffic, "server": arm, "identical": same, **summary}
+                )
     return {"pool": options.pool, "rows": rows}
 
 
@@ -174,19 +177,19 @@ def table(result: dict[str, Any]) -> list[str]:
 
 def failure(result: dict[str, Any]) -> str | None:
     rows = {(row["pair"], row["traffic"], row["server"]): row for row in result["rows"]}
-    found = [
+    problems = [
         f"other outputs: {', '.join(key)}" for key, row in rows.items() if not row["identical"]
     ]
     for (pair, traffic, server), row in rows.items():
         if server != HOST:
             continue
         large = rows[pair, traffic, LARGE]
-        of_pair = [of for key, of in rows.items() if (key[0], key[2]) == (pair, HOST)]
-        loaded = sum(of["from_host"] * of["cached_tokens"] for of in of_pair)
-        if loaded < SHARE * sum(of["cached_tokens"] for of in of_pair):
-            found.append(f"{pair}: {loaded:.0f} cached tokens came from the host")
+        of_pair = [host_row for key, host_row in rows.items() if (key[0], key[2]) == (pair, HOST)]
+        loaded = sum(host_row["from_host"] * host_row["cached_tokens"] for host_row in of_pair)
+        if loaded < SHARE * sum(host_row["cached_tokens"] for host_row in of_pair):
+            problems.append(f"{pair}: {loaded:.0f} cached tokens came from the host")
         if row["cached_tokens"] < CACHED * large["cached_tokens"]:
-            found.append(f"{pair}, {traffic}: {row['cached_tokens']} tokens cached")
+            problems.append(f"{pair}, {traffic}: {row['cached_tokens']} tokens cached")
         if row["acceptance_length"] < (1 - TOLERANCE) * large["acceptance_length"]:
-            found.append(f"{pair}, {traffic}: accepts {row['acceptance_length']}")
-    return "; ".join(found) or None
+            problems.append(f"{pair}, {traffic}: accepts {row['acceptance_length']}")
+    return "; ".join(problems) or None

@@ -1,8 +1,9 @@
-"""Kernels that replay adds to a verify step of a hybrid target, without a GPU.
+"""Kernels that replay adds to a verify step of a hybrid target, counted without a GPU.
 
-Counted on fake tensors on the device "cuda", for Qwen3.5-27B's recurrent layers on one rank. Of a
-torch operation, what it reads and writes is counted; of a Triton kernel of `dflash_kernels`, what
-the formula beside it says. `traffic.py` counts the draft side of a step so. Nothing is computed.
+Runs on fake tensors on the device "cuda", for Qwen3.5-27B's recurrent layers on one rank; nothing
+is computed. The traffic of a torch operation is what it reads and writes, that of a Triton kernel
+of `dflash_kernels` is the result of its `traffic` formula. `traffic.py` counts the draft side of a
+step in the same way.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs
 
 REGISTERS = Path(__file__).parents[1] / "tests/kernels/registers.json"
-# Of an H100.
+# The compute capability of an H100.
 INSTRUCTION_SET = "90"
 TARGET, BLOCK = "Qwen/Qwen3.5-27B", 16
 REQUESTS = (1, 8, 29)
@@ -56,8 +57,8 @@ class Launch(NamedTuple):
     """One kernel on the GPU.
 
     Attributes:
-        instructions: that its threads execute, at least and at most, if it reads a vocabulary's
-            logits; others are not counted.
+        instructions: least and most number that its threads execute, if it reads the logits of the
+            whole vocabulary; (0, 0) for other kernels.
     """
 
     name: str
@@ -66,12 +67,12 @@ class Launch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scene:
-    """The contents of a step's tensors that decide what is moved.
+class StepContents:
+    """Contents of a step's tensors that decide how much is moved.
 
     Attributes:
-        lengths: committed tokens of the requests.
-        kept: tokens whose context K/V is stored.
+        lengths: committed tokens of each request.
+        kept: number of tokens whose context K/V is stored.
     """
 
     lengths: Sequence[int]
@@ -79,16 +80,16 @@ class Scene:
 
 
 @contextlib.contextmanager
-def counted(scene: Scene) -> Iterator[list[Launch]]:
-    """List the launches of what runs inside."""
-    found: list[Launch] = []
+def record_launches(scene: StepContents) -> Iterator[list[Launch]]:
+    """Record the launches within this context."""
+    launches: list[Launch] = []
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
         del grid
-        return lambda *args, **kwargs: found.append(_of_kernel(kernel, scene, args, kwargs))
+        return lambda *args, **kwargs: launches.append(_of_kernel(kernel, scene, args, kwargs))
 
-    with mock.patch.object(KernelInterface, "__getitem__", launcher), _DraftOps(found):
-        yield found
+    with mock.patch.object(KernelInterface, "__getitem__", launcher), _DraftOps(launches):
+        yield launches
 
 
 def bytes_of(launches: Iterable[Launch]) -> int:
@@ -98,7 +99,9 @@ def bytes_of(launches: Iterable[Launch]) -> int:
 # ---- kernels of ours
 
 
-def _of_kernel(kernel: Any, scene: Scene, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+def _of_kernel(
+    kernel: Any, scene: StepContents, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Launch:
     while hasattr(kernel, "fn"):
         kernel = kernel.fn
     name = kernel.__name__
@@ -113,13 +116,13 @@ def _instructions(name: str, args: Any, kwargs: Any) -> tuple[float, float]:
     return used["at_least"] * args[at].numel(), used["at_most"] * args[at].numel()
 
 
-def _slot_table(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _slot_table(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     limit, sinks = args[11:13]
     reach = Reach(limit - sinks, sinks)
     return slot_table.traffic(args[0].shape[1], scene.lengths, reach, kwargs["RING"])
 
 
-def _block_attention(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _block_attention(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     """Return the traffic of the splits and of their merge."""
     q, _, _, old, _, entries = args[:6]
     kv_heads, limit, sinks = old.shape[1], args[-1], kwargs["SINKS"]
@@ -131,7 +134,7 @@ def _block_attention(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     )  # fmt: skip
 
 
-def _add_rms_norm(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _add_rms_norm(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     _, x, residual, bias = args[:4]
     return add_rms_norm.traffic(
         *x.shape,
@@ -142,12 +145,12 @@ def _add_rms_norm(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     )
 
 
-def _qk_norm_rope(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _qk_norm_rope(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     heads = kwargs["H"], kwargs["G"], kwargs["D"]
     return qk_norm_rope.traffic(len(args[0]), *heads, args[0].element_size())
 
 
-def _write_context(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _write_context(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     cache, kv = args[:2]
     count, depth, _, kv_heads, head_dim = kv.shape
     return qk_norm_rope.write_context_traffic(
@@ -155,9 +158,9 @@ def _write_context(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     )
 
 
-def _fold(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _fold(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     """With a checkpoint of every request, if there may be any."""
-    states, *kept = args[:5]
+    states, *inputs = args[:5]
     weight, bias, a_log, dt_bias = args[11:15]
     heads, value_heads, key_dim, value_dim = (kwargs[name] for name in ("H", "HV", "K", "V"))
     layers = RecurrentLayers(
@@ -165,52 +168,52 @@ def _fold(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     )
     checkpoints = None if args[9] is None else len(args[5])
     accepted = [scene.kept] * len(args[5])
-    return gated_delta_fold.traffic(layers, states, VerifyInputs(*kept), accepted, checkpoints)
+    return gated_delta_fold.traffic(layers, states, VerifyInputs(*inputs), accepted, checkpoints)
 
 
-def _move_windows(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _move_windows(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     pool, rows, checkpoints = args[0], len(args[2]), args[5]
     return gated_delta_fold.window_traffic(pool, rows, None if checkpoints is None else rows)
 
 
-def _silu_mul(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _silu_mul(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     count, width = args[0].shape
     return silu_mul.traffic(count, width, args[0].element_size())
 
 
-def _convolve(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _convolve(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     x, bias = args[1:3]
     requests, block, width = x.shape
     size, has_bias = x.element_size(), bias is not None
     return convolve.traffic(requests, block, width, kwargs["K"], args[9], size, has_bias)
 
 
-def _largest_of_chunks(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _largest_of_chunks(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     logits = args[1]
     count, width = logits.shape
     return candidates.chunk_traffic(count, width, logits.element_size())
 
 
-def _candidates(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _candidates(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     logits = args[3]
     count, width = logits.shape
     return candidates.traffic(count, width, kwargs["K"], logits.element_size())
 
 
-def _walk(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _walk(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     ids, hidden, seeds = args[2], args[3], args[7]
     size, noise = hidden.element_size(), seeds is not None
     requests, drafts, k = ids.shape
     return walk.traffic(requests, drafts, k, hidden.shape[-1], size, noise=noise)
 
 
-def _take_match(scene: Scene, args: Any, kwargs: Any) -> Traffic:
-    """All tokens that follow stand in the text."""
+def _take_match(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
+    """Return the traffic if all tokens that follow a match are in the text."""
     requests, count = args[1].shape
     return lookup.take_traffic(requests, max(scene.lengths), count, in_text=requests * count)
 
 
-KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
+KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
     "slot_table_kernel": _slot_table,
     "block_attention_kernel": _block_attention,
     "merge_kernel": lambda *_: Traffic(0, 0),
@@ -237,7 +240,7 @@ KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "accept_kernel": lambda _, args, __: accept.traffic(*args[0].shape),
 }
 
-# Kernels that read logits: their row of the table of compiled kernels, and which argument they are.
+# Kernels that read logits -> row of the table of compiled kernels, index of the logits argument.
 READS_LOGITS = {
     "largest_of_chunks_kernel": ("largest_of_chunks", 1),
     "candidates_kernel": ("candidates 262144 k{K}", 3),
@@ -247,31 +250,31 @@ READS_LOGITS = {
 
 # ---- torch's
 
-# Of these inputs, as much is read as is returned.
+# Operations that read as many elements of their first input as they return.
 GATHERS = ("index", "index_select", "embedding", "gather")
-# Of the first input, as much is written as the others name; it is not read.
+# Operations that write the elements of their first input that the others name, and do not read it.
 SCATTERS = ("index_put_", "index_fill_", "index_copy_", "scatter_")
-# The old values of the tensor that is written are not read.
+# Operations that do not read the old values of the tensor that they write.
 OVERWRITES = ("copy_", "fill_", "zero_")
 NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "unsafe_view")
 
 
 class _DraftOps(TorchDispatchMode):
-    def __init__(self, found: list[Launch]) -> None:
+    def __init__(self, launches: list[Launch]) -> None:
         super().__init__()
-        self._found = found
+        self._launches = launches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.__name__.split(".")[0].removeprefix("_")
         if name not in NO_LAUNCH and func.namespace != "prim" and not func.is_view:
-            # What is only written to is no input.
-            read = {key: of for key, of in (kwargs or {}).items() if key != "out"}
+            # `out` is only written.
+            read = {key: value for key, value in (kwargs or {}).items() if key != "out"}
             inputs = [x for x in tree_leaves((args, read)) if isinstance(x, Tensor)]
             outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-            # torch returns the same tensor where there is nothing to do, as a cast to its dtype.
+            # torch returns an input itself if there is nothing to do, as in a cast to its dtype.
             if name.endswith("_") or not any(out is x for out in outputs for x in inputs):
-                self._found.append(Launch(name, _of_torch(name, inputs, outputs)))
+                self._launches.append(Launch(name, _of_torch(name, inputs, outputs)))
         return result
 
 
@@ -289,14 +292,14 @@ def _of_torch(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> Traffic
 
 
 def _bytes(x: Tensor) -> int:
-    """Bytes of the distinct elements of a tensor: an expanded one has fewer than it shows."""
+    """Bytes of the distinct elements of a tensor. An expanded tensor has fewer than its shape."""
     count = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride or not size else 1
     return count * x.element_size()
 
 
-# ---- of a hybrid's verify step
+# ---- replay in a verify step of a hybrid target
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -304,15 +307,20 @@ def run(options: Options) -> dict[str, Any]:
     rows = []
     for requests in REQUESTS:
         with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
-            phases = replayed(geometry, requests)
+            phases = count_replay(geometry, requests)
         rows += [
-            {"requests": requests, "phase": name, "launches": len(found), "bytes": bytes_of(found)}
-            for name, found in phases.items()
+            {
+                "requests": requests,
+                "phase": name,
+                "launches": len(launches),
+                "bytes": bytes_of(launches),
+            }
+            for name, launches in phases.items()
         ]
     return {"target": TARGET, "recurrent_layers": geometry.recurrent_layers, "rows": rows}
 
 
-def replayed(geometry: TargetGeometry, requests: int) -> dict[str, list[Launch]]:
+def count_replay(geometry: TargetGeometry, requests: int) -> dict[str, list[Launch]]:
     """Return the launches of replay in a verify forward and its commit, half of each block
     accepted."""
     from sglang_dflash.serving.hybrid.replay_pool import Recording
@@ -357,18 +365,18 @@ def replayed(geometry: TargetGeometry, requests: int) -> dict[str, list[Launch]]
     )
     replay = Replay(runner, ReplayOps(gated_delta_fold.fold_, gated_delta_fold.move_windows_))
     gate, lengths = zeros(requests * BLOCK, value_heads), torch.zeros(requests, dtype=torch.int64)
-    found = {}
-    # What a first step makes is not counted.
+    phases = {}
+    # The first pass creates buffers; the second one is counted.
     for _ in range(2):
-        with counted(Scene([])) as found["record"]:
+        with record_launches(StepContents([])) as phases["record"]:
             for layer in layers:
                 pool.mamba_pool.recording.record(pool, layer, gate, gate, slots, BLOCK)
         for name, checkpoints in (
             ("commit", None), ("commit, checkpoints", Checkpoints(lengths, lengths)),
         ):  # fmt: skip
-            with counted(Scene([], kept=BLOCK // 2)) as found[name]:
+            with record_launches(StepContents([], kept=BLOCK // 2)) as phases[name]:
                 replay.commit(lengths, checkpoints)
-    return found
+    return phases
 
 
 def table(result: dict[str, Any]) -> list[str]:

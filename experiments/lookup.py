@@ -1,14 +1,14 @@
-"""Drafts, or what the text has held before: tokens per step of each rule, by replay, on a CPU.
+"""Drafts or lookup in the text: tokens per step with each rule, by replay, on a CPU.
 
-A text is replayed on the `smollm2` pair: at every position the draft proposes a block, and the
-newest tokens are looked up in the text before. A rule decides which of the two a step verifies; a
-step commits its drafts up to the first that differs from the text, and the text's next token. So
-all rules see the same text, and nothing has to be served.
+A text is replayed on the `smollm2` pair. At every position the draft proposes a block, and the
+newest tokens are looked up in the text before. A rule chooses the proposal that a step verifies.
+The step commits its tokens up to the first one that differs from the text, and the text's next
+token. All rules thus see the same text, and no server is needed.
 
 Texts: the target's greedy answers to the built-in `chat` prompts, its answers to them at
 temperature 1 (`sampled`), its greedy answers to each file of --prompts (`python -m experiments
-prompts` writes some), and, given, characters that repeat nothing (`random`). Of all but the
-sampled ones also with better drafts: each token is right with that chance.
+prompts` writes some), and random characters (`random`). All texts but the sampled and random ones
+are also replayed with better drafts, whose tokens are right with a given probability.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from sglang_dflash.tools.demo_pairs.public_target import KIND
 from sglang_dflash.tools.transformers_loop import LoadedPair, load
 from sglang_dflash.tools.transformers_loop.generation import _drafter
-from sglang_dflash.tools.transformers_loop.target_cache import captured_hidden
+from sglang_dflash.tools.transformers_loop.target_cache import capture_hidden
 
 TOKENS, BATCH = 160, 32
 WIDEST, CONTEXT = 32, 32000
-# Chances that each token of a better draft is right, and of a draft beside recorded turns: 0.5 is
-# that of ours on chats.
+# Probabilities that a token of a better draft is right, and of a simulated draft beside recorded
+# turns: on chats, half of our draft's tokens are.
 BETTER = (0.75, 0.9)
 RECORDED = (0.5, 0.75, 0.9)
 RECORDED_BLOCK = 8
@@ -61,97 +61,104 @@ class Options:
 
 
 class Position(NamedTuple):
-    """A step that begins there.
+    """A position of a text at which a step can begin.
 
     Attributes:
-        rest: the tokens that follow in the text.
-        drafts: the draft's.
-        match: newest tokens that stood in the text before.
-        seen: what followed them.
+        continuation: the tokens that follow in the text.
+        drafts: the draft's tokens.
+        match: how many of the newest tokens occurred earlier in the text.
+        looked_up: the tokens that followed there.
     """
 
-    rest: list[int]
+    continuation: list[int]
     drafts: list[int]
     match: int
-    seen: list[int]
+    looked_up: list[int]
 
 
 Rule = Callable[[Position], list[int]]
 
 
-def accepted(proposal: list[int], rest: list[int]) -> int:
-    """Tokens that agree, from the first on."""
-    agree = (a == b for a, b in zip(proposal, rest, strict=False))
-    return next((i for i, same in enumerate(agree) if not same), min(len(proposal), len(rest)))
+def count_accepted(proposal: list[int], continuation: list[int]) -> int:
+    """Count the tokens of a proposal before the first that differs from the text."""
+    agree = (a == b for a, b in zip(proposal, continuation, strict=False))
+    return next(
+        (i for i, same in enumerate(agree) if not same), min(len(proposal), len(continuation))
+    )
 
 
-def padded(tokens: list[int], count: int) -> list[int]:
-    """The first `count` tokens, and none after the last one."""
+def pad(tokens: list[int], count: int) -> list[int]:
+    """Cut or pad to `count` tokens; padding is -1."""
     return (tokens + [-1] * count)[:count]
 
 
-def seen_from(least: int) -> Rule:
-    """Lookup at a match of `least` tokens, else the draft."""
-    return lambda at: at.seen[: len(at.drafts)] if at.match >= least else at.drafts
+def lookup_from(shortest: int) -> Rule:
+    """Return the rule: lookup if the match has `shortest` tokens or more, else the draft."""
+    return lambda at: at.looked_up[: len(at.drafts)] if at.match >= shortest else at.drafts
 
 
-def agreed(long: int) -> Rule:
-    """And at a match of 2 tokens, if the draft begins with the same one."""
+def lookup_if_agreed(long: int) -> Rule:
+    """Return the rule: lookup if the match has `long` tokens, or if it has 2 and the draft begins
+    with the same token; else the draft."""
 
     def rule(at: Position) -> list[int]:
-        taken = at.match >= long or (at.match >= 2 and at.seen[:1] == at.drafts[:1])
-        return at.seen[: len(at.drafts)] if taken else at.drafts
+        is_lookup = at.match >= long or (at.match >= 2 and at.looked_up[:1] == at.drafts[:1])
+        return at.looked_up[: len(at.drafts)] if is_lookup else at.drafts
 
     return rule
 
 
-def learned(width: int | None = None) -> Rule:
-    """The server's, for one request at a time: `DraftSource`, from its first step on."""
+def learn_source(width: int | None = None) -> Rule:
+    """Return a server's rule for one request at a time: `DraftSource`, which learns while used."""
     source = DraftSource(width or WIDEST, torch.device("cpu"))
 
     def rule(at: Position) -> list[int]:
         count = len(at.drafts) if width is None else width - 1
-        drafts, seen = (
-            torch.tensor([padded(at.drafts, count)]),
-            torch.tensor([padded(at.seen, count)]),
+        drafts, looked_up = (
+            torch.tensor([pad(at.drafts, count)]),
+            torch.tensor([pad(at.looked_up, count)]),
         )
         match = torch.tensor([at.match])
-        classes = source.classes(match, drafts, seen)
-        proposal = (seen if source.looks_up(classes, count) else drafts)[0].tolist()
-        right = accepted(proposal, at.rest)
-        # At a text's end the target's own tokens are not known.
-        tokens = torch.tensor([padded(at.rest, count + 1)])
+        classes = source.classes(match, drafts, looked_up)
+        proposal = (looked_up if source.looks_up(classes, count) else drafts)[0].tolist()
+        right = count_accepted(proposal, at.continuation)
+        # Beyond the text's end, the target's tokens are not known.
+        tokens = torch.tensor([pad(at.continuation, count + 1)])
         outcome = Accepted(torch.tensor([right + 1]), tokens, drafts)
-        source.learn(classes, torch.stack((drafts, seen)), outcome)
+        source.learn(classes, torch.stack((drafts, looked_up)), outcome)
         return proposal
 
     return rule
 
 
 def best(at: Position) -> list[int]:
-    return max(at.drafts, at.seen[: len(at.drafts)], key=lambda some: accepted(some, at.rest))
+    return max(
+        at.drafts,
+        at.looked_up[: len(at.drafts)],
+        key=lambda proposal: count_accepted(proposal, at.continuation),
+    )
 
 
 RULES: dict[str, Callable[[], Rule]] = {
     "draft": lambda: lambda at: at.drafts,
-    "lookup": lambda: lambda at: at.seen[: len(at.drafts)] if at.match >= 3 else [],
-    **{f"match {n}": partial(seen_from, n) for n in (2, 3, 4, 8)},
-    **{f"match {n}, or 2 and 1 agrees": partial(agreed, n) for n in (3, 4)},
-    "learned": learned,
+    "lookup": lambda: lambda at: at.looked_up[: len(at.drafts)] if at.match >= 3 else [],
+    **{f"match {n}": partial(lookup_from, n) for n in (2, 3, 4, 8)},
+    **{f"match {n}, or 2 and 1 agrees": partial(lookup_if_agreed, n) for n in (3, 4)},
+    "learned": learn_source,
     "best of both": lambda: best,
-    **{f"learned, width {w}": partial(learned, w) for w in (16, 32)},
+    **{f"learned, width {w}": partial(learn_source, w) for w in (16, 32)},
 }
 
 
 def tasks(folder: str) -> dict[str, list[Prompt]]:
-    """Prompts by kind of text."""
+    """Return the prompts of each kind of text."""
     chats = datasets.from_file(datasets.CHAT)
     files = sorted(Path(folder).glob("*.jsonl")) if folder else []
     return {"chat": chats, SAMPLED: chats} | {file.stem: datasets.from_file(file) for file in files}
 
 
 def noise(tokenizer: Any, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Letters, digits and marks, drawn evenly: prompts, and texts after them."""
+    """Yield prompts and their continuations, of uniformly drawn letters, digits and marks."""
     rng = random.Random(0)
     letters = string.ascii_letters + string.digits + string.punctuation + " \n"
     for _ in range(count):
@@ -163,7 +170,7 @@ def noise(tokenizer: Any, count: int) -> Iterator[tuple[list[int], list[int]]]:
 def replay(
     pair: LoadedPair, prompt: list[int], answer: list[int] | None, greedy: bool
 ) -> list[Position]:
-    """Every position of a text at which a step can begin."""
+    """Return all positions of a text at which a step can begin. `answer`: None to generate it."""
     if answer is None:
         torch.manual_seed(0)
         how = (
@@ -173,59 +180,62 @@ def replay(
         written = pair.target.generate(ids, pad_token_id=0, max_new_tokens=TOKENS, **how)
         answer = written[0, len(prompt) :].tolist()
     text = torch.tensor(prompt + answer)
-    with captured_hidden(pair.target, pair.draft.config.target_layer_ids) as hidden:
+    with capture_hidden(pair.target, pair.draft.config.target_layer_ids) as hidden:
         pair.target(text[None])
         states = hidden()
     total, options = len(text), DraftOptions().resolve(pair.draft.config)
     slots = torch.arange(total + options.verify_block)
     drafter = _drafter(pair.draft, pair.target, options, len(slots), torch.device("cpu"))
     drafter.absorb(states, slots[:total], slots[:total])
-    found = []
+    positions = []
     for at in torch.arange(len(prompt), total - 1).split(BATCH):
         rows = torch.zeros_like(at)
         drafts = drafter.propose(text[at], RequestSlots(slots[None].int(), rows, at, total))[:, 1:]
-        known = RequestSlots(text[None].int(), rows, at, total - 1)
-        match, seen = seen_before(text[at], known.req_to_token, known, WIDEST - 1)
-        parts: list[Tensor] = [drafts, match, seen]
+        requests = RequestSlots(text[None].int(), rows, at, total - 1)
+        match, looked_up = seen_before(text[at], requests.req_to_token, requests, WIDEST - 1)
+        parts: list[Tensor] = [drafts, match, looked_up]
         for i, *three in zip(at.tolist(), *(part.tolist() for part in parts), strict=True):
-            found.append(Position(text[i + 1 :].tolist(), *three))
-    return found
+            positions.append(Position(text[i + 1 :].tolist(), *three))
+    return positions
 
 
 def tokens_per_step(positions: list[Position], rule: Rule) -> float:
     at, steps = 0, 0
     while at < len(positions):
-        at += accepted(rule(positions[at]), positions[at].rest) + 1
+        at += count_accepted(rule(positions[at]), positions[at].continuation) + 1
         steps += 1
     return len(positions) / steps
 
 
 def better_draft(replays: list[list[Position]], chance: float) -> list[list[Position]]:
-    """The same positions with drafts that are right with that chance in each place."""
+    """Return the positions with other drafts, whose tokens are right with probability `chance`."""
     rng = random.Random(0)
 
     def drafts(at: Position) -> list[int]:
-        tokens = padded(at.rest, len(at.drafts))
+        tokens = pad(at.continuation, len(at.drafts))
         return [token if rng.random() < chance else -1 for token in tokens]
 
     return [[at._replace(drafts=drafts(at)) for at in positions] for positions in replays]
 
 
-def recorded_positions(text: recorded.Text, chance: float) -> list[Position]:
-    """Every position of a recorded answer, and simulated drafts that are right with that chance."""
+def recorded_positions(text: recorded.RecordedText, chance: float) -> list[Position]:
+    """Return the positions of a recorded answer, with simulated drafts whose tokens are right with
+    probability `chance`."""
     positions = []
     for at in range(text.begin + 1, len(text.ids)):
-        rest = text.ids[at : at + WIDEST].tolist()
+        continuation = text.ids[at : at + WIDEST].tolist()
         match = text.match(at)[0]
         # A server does not take a shorter one.
         match = match if match >= SHORTEST_MATCH else 0
-        seen = padded(text.followers(at, WIDEST - 1) if match else [], WIDEST - 1)
-        positions.append(Position(rest, [-1] * (RECORDED_BLOCK - 1), match, seen))
+        looked_up = pad(text.followers(at, WIDEST - 1) if match else [], WIDEST - 1)
+        drafts = [-1] * (RECORDED_BLOCK - 1)
+        positions.append(Position(continuation, drafts, match, looked_up))
     return better_draft([positions], chance)[0]
 
 
 def replay_recorded(file: Path) -> dict[str, Any]:
-    """Tokens per step of lookup alone, and of a server's choice beside simulated drafts."""
+    """Return the tokens per step of lookup alone, and of a server's choice between lookup and
+    simulated drafts."""
     cases = recorded.texts_of(recorded.read(file))
     beside: dict[str, dict[str, float]] = {}
     for chance in RECORDED:
@@ -237,18 +247,18 @@ def replay_recorded(file: Path) -> dict[str, Any]:
 def by_rule(
     replays: list[list[Position]], names: Collection[str] = tuple(RULES)
 ) -> dict[str, float]:
-    """Tokens per step of all texts together."""
+    """Return the tokens per step of each rule, over all texts."""
     tokens = sum(map(len, replays))
     steps = dict.fromkeys(names, 0.0)
     for name in names:
         rule = RULES[name]()
         for positions in replays:
             steps[name] += len(positions) / tokens_per_step(positions, rule)
-    return {name: round(tokens / taken, 3) for name, taken in steps.items()}
+    return {name: round(tokens / step_count, 3) for name, step_count in steps.items()}
 
 
 def lookup_ms(block: int) -> float:
-    """Milliseconds of a lookup in a text of `CONTEXT` tokens that hold anything; a median."""
+    """Return the median time of a lookup in a random text of `CONTEXT` tokens, in milliseconds."""
     text = torch.randint(2000, (1, CONTEXT + block), dtype=torch.int32)
     newest, row, length = text[:, -block].long(), torch.tensor([0]), torch.tensor([CONTEXT])
     times = []
@@ -265,15 +275,15 @@ def run(options: Options) -> dict[str, Any]:
     named = demo_pair(KIND)
     pair = load(str(named.target), str(named.draft))
     rows = {}
-    for kind, prompts in tasks(options.prompts).items():
+    for source, prompts in tasks(options.prompts).items():
         chosen = datasets.select(prompts, options.texts, seed=0)
         ids = [datasets.encode_turn(pair.tokenizer, prompt, [], None) for prompt in chosen]
-        replays = [replay(pair, one, None, kind != SAMPLED) for one in ids]
-        rows[kind] = by_rule(replays)
-        if kind != SAMPLED:
-            rows |= {f"{kind} {p}": by_rule(better_draft(replays, p)) for p in BETTER}
-    given = noise(pair.tokenizer, options.texts)
-    rows["random"] = by_rule([replay(pair, *texts, greedy=True) for texts in given])
+        replays = [replay(pair, prompt_ids, None, source != SAMPLED) for prompt_ids in ids]
+        rows[source] = by_rule(replays)
+        if source != SAMPLED:
+            rows |= {f"{source} {p}": by_rule(better_draft(replays, p)) for p in BETTER}
+    random_texts = noise(pair.tokenizer, options.texts)
+    rows["random"] = by_rule([replay(pair, *texts, greedy=True) for texts in random_texts])
     block = pair.draft.config.block_size
     sizes = {"block_size": block, "tokens": TOKENS, "context": CONTEXT}
     return {**sizes, "lookup_ms": lookup_ms(block), "rows": rows}
@@ -283,9 +293,9 @@ def table(result: dict[str, Any]) -> list[str]:
     if "cases" in result:
         return recorded.table(result)
     kinds = list(result["rows"])
-    lines = [f"{'tokens per step':32}" + "".join(f"{kind:>15}" for kind in kinds)]
+    lines = [f"{'tokens per step':32}" + "".join(f"{source:>15}" for source in kinds)]
     lines.append(f"lookup in {result['context']} tokens takes {result['lookup_ms']} ms")
     return lines + [
-        f"{rule:32}" + "".join(f"{result['rows'][kind][rule]:15.2f}" for kind in kinds)
+        f"{rule:32}" + "".join(f"{result['rows'][source][rule]:15.2f}" for source in kinds)
         for rule in RULES
     ]

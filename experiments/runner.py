@@ -3,10 +3,10 @@
     python -m experiments EXPERIMENT [--out FILE] [options]
 
 Such a module has `Options`, a dataclass whose fields carry their help (`setting`); `run(options)`,
-which returns the result as one dict, or yields the result so far, which --out then has at any time;
-`table(result)`, the lines to read; and, if a result may not hold, `failure(result)`, which tells
-why it does not, or None. The last line of the output is the result as one JSON object; progress
-goes to stderr.
+which returns the result as one dict, or yields results so far, each of which is written to --out;
+`table(result)`, which returns lines to read; and, if a result may miss a goal, `failure(result)`,
+which returns the reason, or None. The last line of the output is the result as one JSON object;
+progress goes to stderr.
 
 Loads without torch, SGLang and `requests`: some experiments run on machines that lack them.
 """
@@ -44,12 +44,12 @@ P = TypeVar("P", bound="BenchPass")
 
 @dataclass(frozen=True)
 class NoOptions:
-    """`Options` of an experiment without any."""
+    """`Options` of an experiment that has none."""
 
 
 @contextmanager
 def all_at_once(arms: Mapping[str, ServerConfig]) -> Iterator[dict[str, Server]]:
-    """All arms' servers side by side. Raises Failed."""
+    """Run the servers of all arms at once. Raises Failed."""
     servers = {name: Server(config, timeout_s=START_TIMEOUT_S) for name, config in arms.items()}
     with together(servers.values()):
         yield servers
@@ -58,7 +58,7 @@ def all_at_once(arms: Mapping[str, ServerConfig]) -> Iterator[dict[str, Server]]
 def one_after_another(
     arms: Mapping[str, ServerConfig], work: Callable[[Server], T]
 ) -> dict[str, T]:
-    """`work(server)` on each arm's server, one server at a time. Raises Failed."""
+    """Call `work(server)` for each arm's server, one server at a time. Raises Failed."""
     results = {}
     with progress_bar(len(arms)) as bar:
         for name, config in arms.items():
@@ -72,7 +72,7 @@ def one_after_another(
 def take_turns(
     names: Iterable[str], rounds: int, work: Callable[[str, int], T], label: str = ""
 ) -> dict[str, list[T]]:
-    """`work(name, round)` for all names in every round; every other round in reverse order."""
+    """Call `work(name, round)` for all names in every round, in reverse order every other round."""
     order = list(names)
     results: dict[str, list[T]] = {name: [] for name in order}
     with progress_bar(rounds * len(order)) as bar:
@@ -87,66 +87,71 @@ def take_turns(
 def exact_turns(
     names: Iterable[str], rounds: int, work: Callable[[str, int], P], label: str = ""
 ) -> dict[str, list[P]]:
-    """`take_turns` with passes, after a round to warm up. Raises RuntimeError if the answers of a
-    round are not the same for all names."""
+    """Measure passes by `take_turns`, after a round to warm up. Raises RuntimeError if the answers
+    of a round are not equal for all names."""
     take_turns(names, 1, work, f"{label}warm-up, ")
     turns = take_turns(names, rounds, work, label)
-    for first, *others in zip(*turns.values(), strict=True):
-        if any(other.ids != first.ids for other in others):
+    for reference, *compared in zip(*turns.values(), strict=True):
+        if any(bench_pass.ids != reference.ids for bench_pass in compared):
             raise RuntimeError("the servers' outputs differ: no figure without exactness")
     return turns
 
 
 def experiments() -> dict[str, str]:
-    """All experiments: name -> the first line of the docstring. Imports none of them."""
-    found = {}
+    """Return the first line of the docstring of each experiment, by name, without importing it."""
+    first_lines = {}
     for path in sorted(HOME.glob("*.py")):
         source = path.read_text()
         if "\ndef run(options: Options) " in source:
-            found[path.stem] = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
-    return found
+            first_lines[path.stem] = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    return first_lines
 
 
 def parser(name: str) -> argparse.ArgumentParser:
     """Return the parser of one experiment's options."""
     module = importlib.import_module(f"experiments.{name}")
-    found = argparse.ArgumentParser(
+    options_parser = argparse.ArgumentParser(
         prog=f"python -m experiments {name}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_flags(found, module.Options, spelled(module.Options.__dataclass_fields__))
-    found.add_argument("--out", type=Path, metavar="FILE", help="also write the result to it")
-    return found
+    add_flags(options_parser, module.Options, spelled(module.Options.__dataclass_fields__))
+    options_parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="also write the result to it"
+    )
+    return options_parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; the exit status is 1 if the result does not hold."""
-    known = experiments()
+    """Run the command. Returns the exit status, 1 if the experiment has a `failure`."""
+    first_lines = experiments()
     command = argparse.ArgumentParser(
         prog="python -m experiments",
-        epilog="\n".join(f"{name:17}  {line}" for name, line in known.items()),
+        epilog="\n".join(f"{name:17}  {line}" for name, line in first_lines.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
-        "experiment", choices=known, metavar="EXPERIMENT", help="EXPERIMENT --help: its options"
+        "experiment",
+        choices=first_lines,
+        metavar="EXPERIMENT",
+        help="EXPERIMENT --help: its options",
     )
-    # What follows the name belongs to the experiment.
+    # Arguments after the name belong to the experiment.
     name = command.parse_args(argv[:1]).experiment
-    module, own = importlib.import_module(f"experiments.{name}"), parser(name)
-    args = own.parse_args(argv[1:])
+    module, options_parser = importlib.import_module(f"experiments.{name}"), parser(name)
+    args = options_parser.parse_args(argv[1:])
     options = module.Options(**given(args, module.Options))
     try:
-        # Servers end with the experiment.
+        # On SIGTERM, servers end with the experiment.
         with sigterm_as_exit():
-            found = module.run(options)
-            for so_far in [found] if isinstance(found, dict) else found:
-                result = {"command": repeated(name, options), "hardware": hardware(), **so_far}
+            results = module.run(options)
+            for so_far in [results] if isinstance(results, dict) else results:
+                result = {"command": command_of(name, options), "hardware": hardware(), **so_far}
                 if args.out is not None:
                     args.out.parent.mkdir(parents=True, exist_ok=True)
                     args.out.write_text(json.dumps(result, indent=1) + "\n")
     except ConfigError as error:
-        print(f"{name}: {error.named(flag_names(own))}", file=sys.stderr)
+        print(f"{name}: {error.named(flag_names(options_parser))}", file=sys.stderr)
         return 1
     print(*module.table(result), sep="\n")
     failure = module.failure(result) if hasattr(module, "failure") else None
@@ -156,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if failure is None else 1
 
 
-def repeated(name: str, options: Any) -> str:
+def command_of(name: str, options: Any) -> str:
     """The command line that repeats a run, with every option that is not empty."""
     words = ["python", "-m", "experiments", name]
     for field, flag in spelled(options.__dataclass_fields__).items():

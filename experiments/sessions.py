@@ -1,5 +1,7 @@
-"""Number of requests of 65,536 tokens that run at a time on one card: with SGLang's DFLASH worker,
-with ours, and without a draft. Computed by `sglang-dflash inspect`, not measured."""
+"""Number of requests of 65,536 tokens that run at a time on one card, computed, not measured.
+
+With SGLang's DFLASH worker, with ours, and without a draft, by `sglang-dflash inspect`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from sglang_dflash.tools.inspect.report import inspect
 from sglang_dflash.tools.inspect.serving import Serving
 from sglang_dflash.tools.inspect.suggest import Pair, suggest
 
-# With the GPUs that each is split over.
+# Target -> number of GPUs that it is split over.
 TARGETS = {
     "Qwen/Qwen3.5-27B": 1,
     "Qwen/Qwen3.6-27B": 1,
@@ -26,7 +28,7 @@ TARGETS = {
     "Qwen/Qwen3.5-122B-A10B": 4,
 }
 CARDS, CONTEXT = (80, 96, 140, 180), 65536
-# The bars of the picture.
+# The target and card of the picture.
 SHOWN, SHOWN_CARD = "Qwen/Qwen3.6-35B-A3B", 140
 BUILTIN, OURS, NONE = "SGLang's worker", "as served", "without a draft"
 BY_DEFAULT = "ours, default flags"
@@ -38,15 +40,15 @@ class Options:
 
 
 def run(options: Options) -> dict[str, Any]:
-    rows = {target: {str(gib): counted(target, gib) for gib in CARDS} for target in TARGETS}
+    rows = {target: {str(gib): fit_sessions(target, gib) for gib in CARDS} for target in TARGETS}
     if options.picture:
         Path(options.picture).write_text(picture(rows[SHOWN][str(SHOWN_CARD)]))
     return {"context": CONTEXT, "rows": rows}
 
 
-def counted(target: str, gib: int) -> dict[str, int]:
-    """Requests at a time on a card of that many GiB: the most of each kind of server, and of ours
-    with default flags."""
+def fit_sessions(target: str, gib: int) -> dict[str, int]:
+    """Return the most requests at a time on a card of `gib` GiB, for each kind of server, and for
+    ours with default flags."""
     serving = Serving(memory_gib=float(gib), context=CONTEXT, tp_size=TARGETS[target])
     facts = look_up("target", target, offline=True)
     pair = Pair(
@@ -57,15 +59,15 @@ def counted(target: str, gib: int) -> dict[str, int]:
         None,
     )
     try:
-        found = inspect(pair.target, pair.draft, pair.options, serving)
-        by_default = int(found["requests_at_context"])
+        report = inspect(pair.target, pair.draft, pair.options, serving)
+        by_default = int(report["requests_at_context"])
     except ConfigError:
         by_default = 0
     return {**suggest(pair)["most"], BY_DEFAULT: by_default}
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """Markdown: SGLang's worker / ours by default / ours / without a draft."""
+    """Format Markdown rows: SGLang's worker / ours by default / ours / without a draft."""
     order = (BUILTIN, BY_DEFAULT, OURS, NONE)
     lines = [
         "| target | " + " | ".join(f"{gib} GiB" for gib in CARDS) + " |",

@@ -10,19 +10,19 @@ from typing import Any
 from sglang_dflash.checkpoint.published import look_up
 from sglang_dflash.common.errors import ConfigError
 
-# Of a target whose facts name no context length.
+# The context length of a target whose published facts name none.
 CONTEXT = 65536
 
 
 def folder_of(role: str, name: str, home: Path) -> Path:
-    """The folder `name`, or a new one in `home` with the config.json of a published model.
+    """Return the folder `name`, or make one in `home` with the config.json of a published model.
 
     Args:
         role: "target" or "draft".
 
     Raises:
-        ConfigError: too little is known of that name, or Transformers has no causal language model
-            of a target's type.
+        ConfigError: too little is known about the model, or Transformers has no causal language
+            model of a target's type.
     """
     facts = look_up(role, name, offline=True)
     if Path(name).exists():
@@ -30,9 +30,9 @@ def folder_of(role: str, name: str, home: Path) -> Path:
     if facts.unknown:
         lacking = ", ".join(facts.unknown)
         raise ConfigError(role, name, f"a folder with its config.json; not known here: {lacking}")
-    config = dict(facts.config) if role == "draft" else completed(name, facts.config)
+    config = dict(facts.config) if role == "draft" else complete_config(name, facts.config)
     if role == "draft" and "sliding_attention" in config.get("layer_types", ()):
-        # Without it the class of Transformers forgets sliding_window, which SGLang's worker reads.
+        # Otherwise Transformers' class drops sliding_window, which SGLang's worker reads.
         config.setdefault("use_sliding_window", True)
     folder = home / facts.name.replace("/", "--")
     folder.mkdir()
@@ -41,16 +41,16 @@ def folder_of(role: str, name: str, home: Path) -> Path:
 
 
 def context_of(folders: Iterable[Path]) -> int | None:
-    """The longest context that all of these models were made for, in tokens; None if no config
-    tells."""
+    """Return the longest context that all of these models support, in tokens; None if no config
+    names it."""
     configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
-    known = [c.get("text_config", c).get("max_position_embeddings") for c in configs]
-    return min(filter(None, known), default=None)
+    lengths = [c.get("text_config", c).get("max_position_embeddings") for c in configs]
+    return min(filter(None, lengths), default=None)
 
 
-def completed(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a target's language model. Fields that are not known, none of which changes the
-    size of a layer, have the values of its class in Transformers.
+def complete_config(name: str, published: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete the config of a target's language model. Missing fields, none of which changes the
+    size of a layer, get the defaults of its class in Transformers.
 
     Raises:
         ConfigError: Transformers has no such causal language model.
@@ -58,7 +58,7 @@ def completed(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    fields = {"max_position_embeddings": CONTEXT, **known.get("text_config", known)}
+    fields = {"max_position_embeddings": CONTEXT, **published.get("text_config", published)}
     model_type = fields.pop("model_type")
     if f"{model_type}_text" in CONFIG_MAPPING:
         model_type += "_text"
@@ -67,5 +67,5 @@ def completed(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
         required = f"a folder with its config.json; Transformers does not know {model_type!r}"
         raise ConfigError("target", name, required)
     fields["architectures"] = [architecture]
-    # SGLang reads fields that the class of Transformers forgets, such as full_attention_interval.
+    # SGLang reads fields that Transformers' class drops, such as full_attention_interval.
     return {**fields, **AutoConfig.for_model(model_type, **fields).to_dict()}

@@ -1,7 +1,7 @@
-"""KV tokens that the target gets at equal memory, by what the draft's K/V takes.
+"""KV tokens that remain for the target at equal memory, by the size of the draft's K/V.
 
-Without a draft, with our bounded draft KV, with one draft slot per target token, and with SGLang's
-built-in worker. The servers' own reports, one server after another.
+Compares no draft, our bounded draft KV, a draft entry per target token, and SGLang's built-in
+worker, by the reports of servers that run one after another.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Acceptance length of coupled drafts by temperature, in the loop over Transformers.
 
-The built-in chat prompts, on the `smollm2` pair, whose draft was not trained on them. Sampled with
-seeds, so the text of a prompt is the same in both arms; only the drafts differ. `argmax` drafts the
-likeliest tokens, as for greedy requests, `coupled` follows the target's random numbers where that
-has guessed more, in this answer or an earlier one. If an answer differs, nothing is reported.
+Uses the built-in chat prompts on the `smollm2` pair, whose draft was not trained on them. Sampling
+has seeds, so that both arms generate the same text and only the drafts differ. `argmax` drafts the
+likeliest tokens, as for greedy requests; `coupled` follows the target's random numbers where that
+has guessed more tokens, in this answer or earlier ones. If an answer differs, nothing is reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Options:
 
 
 class ArgmaxDrafts(Sampler):
-    """The same tokens of the target, without telling the drafter of their noise."""
+    """A sampler of the same tokens that does not pass its noise to the drafter."""
 
     def noise(self, length: Tensor) -> None:
         del length
@@ -59,14 +59,14 @@ def run(options: Options) -> dict[str, Any]:
             start = prefill(pair.draft, pair.target, ids)
             for how in SETTINGS:
                 answers = set()
-                for arm, kind in ARMS.items():
+                for arm, sampler in ARMS.items():
                     out = spec_generate(
                         pair.draft,
                         pair.target,
                         start,
                         options.new_tokens,
                         stop_token_ids=pair.stop_token_ids,
-                        choose=kind(how[0], 0, how[1], seed),
+                        choose=sampler(how[0], 0, how[1], seed),
                         drafts=drafts[how],
                     )
                     answers.add(tuple(out.tokens))

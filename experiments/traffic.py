@@ -1,22 +1,22 @@
-"""Bytes that the draft side of a step moves on a GPU, against the fewest possible.
+"""Bytes that the draft side of a step moves on a GPU, compared with the fewest possible.
 
 Drafts of published shapes in bfloat16, on one rank of a GPU with 132 multiprocessors, with Triton's
-operations and attention. Computed on fake tensors, so it runs anywhere: of torch's operations what
-they read and write is counted, of ours what the formula beside each kernel says. `absorb` projects
-the hidden states of all block positions; `commit` accepts, and finds entries for their tokens;
-`lookup` finds drafts in the requests' own texts.
+operations and attention. It runs on fake tensors, so on any machine. The bytes of a torch operation
+are what it reads and writes, those of our kernels come from the formula beside each. `absorb`
+projects the hidden states of all block positions; `commit` accepts drafts and finds entries for
+their tokens; `lookup` finds drafts in the requests' own texts.
 
-The floor has every weight once; lm_head once; the visible K/V of every layer once; of every matrix
-product the input and the output once; the logits written and read once; of a DFlash2 draft also
-base kernels, and the rows of the selector's tables that one walk reads. Whatever lies between two
-products, such as a norm, is free: it could be part of one of them.
+The floor counts once: every weight, lm_head, the visible K/V of every layer, the input and output
+of every matrix product, and a write and a read of the logits; for a DFlash2 draft also the base
+kernels, and the rows of the selector's tables that a walk reads. Operations between two products,
+such as a norm, are free: they could be fused into one of them.
 
-Of kernels that read the whole vocabulary, the instructions are counted too, as compiled for an H100
-(tests/kernels/registers.json). `busy` is the larger of a launch's bytes and the bytes that the GPU
-could move while it issues them, without a stall; of `propose` for greedy requests, of `sampled` if
-all are sampled.
+For kernels that read the whole vocabulary, instructions are counted too, as compiled for an H100
+(tests/kernels/registers.json). `busy` is the larger of a launch's bytes and of the bytes that the
+GPU could move while it issues the launch's instructions without a stall: `propose_busy` if all
+requests are greedy, `sampled_busy` if all are sampled.
 
-The exit status is 1 if a row of `propose` or `absorb` is above its goal, or above what `SHORT` has.
+The exit status is 1 if a row of `propose` or `absorb` is above its goal or its entry in `SHORT`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dflash_kernels.draft_attention import TritonAttention
 from dflash_kernels.draft_ops import TritonOps
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments.launches import Launch, Scene, bytes_of, counted
+from experiments.launches import Launch, StepContents, bytes_of, record_launches
 from experiments.runner import NoOptions as Options
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.backend import Setting
@@ -54,7 +54,7 @@ LOADS = (
     (32, 32768, 4096),
     (32, 131072, 4096),
     (48, 32768, None),
-    # How a step grows with the context.
+    # These show how a step grows with the context.
     (64, 4096, None),
     (8, 16384, None),
     (8, 131072, None),
@@ -67,7 +67,7 @@ BUSY_GOAL = 1.15
 # An H100's processors issue 128 instructions per cycle, of 1.7 GHz, while its memory moves 3.35e12
 # bytes per second.
 INSTRUCTIONS_PER_BYTE = PROCESSORS * 128 * 1.7e9 / 3.35e12
-# Short of the goal: what is moved under that load, for a reason that docs/gpu.md has.
+# Accepted ratios above the goal: (draft, requests, part) -> ratio. docs/gpu.md has the reasons.
 SHORT = {
     ("z-lab/Qwen3.8-27B-DFlash2", 48, "propose"): 1.092,
     ("z-lab/Qwen3.8-27B-DFlash2", 64, "propose"): 1.107,
@@ -78,7 +78,7 @@ SHORT = {
 }
 
 
-class Row(NamedTuple):
+class DraftLoad(NamedTuple):
     """A draft under a load."""
 
     shape: str
@@ -88,32 +88,34 @@ class Row(NamedTuple):
 
 
 class Unfused(TritonOps):
-    """The operations that are new with DFlash2, in torch."""
+    """Triton's operations, but torch's for those that DFlash2 added."""
 
     convolve, candidates, walk = TorchOps.convolve, TorchOps.candidates, TorchOps.walk
 
 
-# Launches of a step's parts. Three are proposals: "propose" as recorded, for sampled and greedy
-# requests; "greedy" without noise; and "unfused" as recorded, but `Unfused`.
+# Launches of each part of a step. Three parts are proposals: "propose", as it is recorded, for
+# sampled and greedy requests; "greedy", without noise; "unfused", as recorded, with `Unfused`.
 Step = dict[str, list[Launch]]
 
 
-def measure(row: Row) -> Step:
-    """The launches of one step, on fake CUDA tensors."""
+def measure(row: DraftLoad) -> Step:
+    """Return the launches of one step, on fake CUDA tensors."""
     config, device = config_of(row.shape), torch.device("cuda")
     options = DraftOptions(window=row.window).resolve(config)
-    scene = Scene([row.context] * row.requests, row.requests * options.verify_block)
+    scene = StepContents([row.context] * row.requests, row.requests * options.verify_block)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        # In inference mode, torch would not show the operations that others are made of.
+        # In inference mode, torch would not dispatch the parts of composite operations.
         with FakeTensorMode(), torch.no_grad(), device:
             return _step(row, config, options, scene)
     finally:
         torch.set_default_dtype(before)
 
 
-def _drafter(row: Row, config: DraftConfig, options: ResolvedOptions, ops: TritonOps) -> Drafter:
+def _drafter(
+    row: DraftLoad, config: DraftConfig, options: ResolvedOptions, ops: TritonOps
+) -> Drafter:
     device, block, requests = torch.device("cuda"), options.draft_block, row.requests
     model = DraftModel(config, ops=ops).freeze()
     slots = row.requests * (row.context + options.verify_block)
@@ -131,32 +133,34 @@ def _drafter(row: Row, config: DraftConfig, options: ResolvedOptions, ops: Trito
     return Drafter(model, head, groups, options)
 
 
-def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene) -> Step:
+def _step(
+    row: DraftLoad, config: DraftConfig, options: ResolvedOptions, scene: StepContents
+) -> Step:
     block, requests = options.verify_block, row.requests
     drafter, unfused = (_drafter(row, config, options, ops) for ops in (TritonOps(), Unfused()))
     model, groups = drafter.model, drafter.groups
     lengths = torch.empty(requests, dtype=torch.int64)
     table = torch.empty(requests, row.context + block, dtype=torch.int32)
-    known = RequestSlots(table, torch.empty_like(lengths), lengths, row.context)
+    request_slots = RequestSlots(table, torch.empty_like(lengths), lengths, row.context)
     noise = BlockNoise(torch.empty_like(lengths), torch.empty(requests).float(), lengths)
-    with counted(scene) as greedy:
-        drafter.propose(torch.empty_like(lengths), known, None)
-    with counted(scene) as by_torch:
-        unfused.propose(torch.empty_like(lengths), known, noise)
-    with counted(scene) as propose:
-        ids = drafter.propose(torch.empty_like(lengths), known, noise)[LIKELIEST]
+    with record_launches(scene) as greedy:
+        drafter.propose(torch.empty_like(lengths), request_slots, None)
+    with record_launches(scene) as by_torch:
+        unfused.propose(torch.empty_like(lengths), request_slots, noise)
+    with record_launches(scene) as propose:
+        ids = drafter.propose(torch.empty_like(lengths), request_slots, noise)[LIKELIEST]
     tokens = ids.numel()
-    with counted(scene) as lookup:
-        model.ops.seen_before(torch.empty_like(lengths), table, known, block - 1)
+    with record_launches(scene) as lookup:
+        model.ops.seen_before(torch.empty_like(lengths), table, request_slots, block - 1)
     hidden = torch.empty(tokens, config.target_hidden_width)
     targets, flat = torch.empty_like(ids), torch.empty(tokens, dtype=torch.int64)
-    with counted(scene) as commit:
+    with record_launches(scene) as commit:
         accepted = model.ops.accept(ids, targets)
         keep = torch.arange(block) < accepted.lengths[:, None]
-        found = [group.cache.place(flat, keep.flatten()) for group in groups]
-    with counted(scene) as absorb:
+        entries = [group.cache.place(flat, keep.flatten()) for group in groups]
+    with record_launches(scene) as absorb:
         kv = model.project_context(sanitize(model.context_features(hidden))[0])
-        for group, at in zip(groups, found, strict=True):
+        for group, at in zip(groups, entries, strict=True):
             group.store(model, kv, flat, at)
     return {
         "propose": propose, "absorb": absorb, "commit": commit, "greedy": greedy,
@@ -164,24 +168,24 @@ def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene)
     }  # fmt: skip
 
 
-def figures(row: Row) -> dict[str, Any]:
-    """A row of the result."""
+def figures(row: DraftLoad) -> dict[str, Any]:
+    """Return a row of the result."""
     result: dict[str, Any] = row._asdict()
-    least = floors(config_of(row.shape), row.requests, row.context, row.window)
+    least_bytes = floors(config_of(row.shape), row.requests, row.context, row.window)
     for part, launches in measure(row).items():
         result[f"{part}_bytes"], result[f"{part}_launches"] = bytes_of(launches), len(launches)
-        if part in least:
-            result[f"{part}_floor"] = least[part]
-            result[f"{part}_ratio"] = round(bytes_of(launches) / least[part], 3)
+        if part in least_bytes:
+            result[f"{part}_floor"] = least_bytes[part]
+            result[f"{part}_ratio"] = round(bytes_of(launches) / least_bytes[part], 3)
         if part == "propose":
-            for kind, at in (("propose", 0), ("sampled", 1)):
-                result[f"{kind}_busy"] = round(busy(launches, at) / least[part], 3)
+            for sampling, at in (("propose", 0), ("sampled", 1)):
+                result[f"{sampling}_busy"] = round(busy(launches, at) / least_bytes[part], 3)
     return result
 
 
 def busy(launches: Sequence[Launch], at: int) -> float:
-    """Bytes that the GPU could move while it runs them. `at`: 0 for the fewest instructions, 1 for
-    the most."""
+    """Return the bytes that the GPU could move while it runs the launches. `at`: 0 for the fewest
+    instructions, 1 for the most."""
     return sum(
         max(sum(launch.traffic), launch.instructions[at] / INSTRUCTIONS_PER_BYTE)
         for launch in launches
@@ -189,7 +193,7 @@ def busy(launches: Sequence[Launch], at: int) -> float:
 
 
 def run(options: Options) -> dict[str, Any]:
-    rows = [Row(shape, *load) for shape in SHAPES for load in LOADS]
+    rows = [DraftLoad(shape, *load) for shape in SHAPES for load in LOADS]
     return {
         "dtype": "bfloat16",
         "processors": PROCESSORS,
@@ -207,7 +211,7 @@ def table(result: dict[str, Any]) -> list[str]:
     ]
     for row in result["rows"]:
         load = f"{row['requests']} x {row['context']}, {row['window'] or 'none'}"
-        moved, floor = (row[f"propose_{of}"] / 2**30 for of in ("bytes", "floor"))
+        moved, floor = (row[f"propose_{quantity}"] / 2**30 for quantity in ("bytes", "floor"))
         lines.append(
             f"{row['shape'].removeprefix('z-lab/'):30}{load:>28}  {moved:8.2f} / {floor:6.2f}"
             f"{row['propose_ratio']:8.3f}{row['propose_busy']:7.3f}{row['sampled_busy']:7.3f}"
@@ -219,7 +223,7 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def allowed(shape: str, requests: int, part: str) -> float:
-    """The ratio to the floor that a part of a step may have."""
+    """Return the largest ratio to the floor that is allowed for a part of a step."""
     return max(GOALS[part], SHORT.get((shape, requests, part), 0.0))
 
 

@@ -1,12 +1,12 @@
 """Our worker against SGLang's built-in one, replay against snapshots, itself, or another revision.
 
-Same platform, same pair, same prompts, greedy or with a seed per prompt. Both servers run at once
-in turns; the server that waits sleeps. The two must give the same outputs, or nothing is reported.
-`--against itself` shows how far the ratios of two equal servers are from 1. `--against revision
---revision REV` compares with our worker of that commit of this checkout.
+Same platform, same pair, same prompts, greedy or with a seed per prompt. Both servers are up and
+take turns; the waiting one sleeps. Nothing is reported unless their outputs are equal. `--against
+itself` shows the noise: the ratios of two equal servers. `--against revision --revision REV`
+compares with our worker at that commit of this checkout.
 
 `draft_ms` is the host's time in propose and commit per decode step of a batch, from /server_info:
-on a CPU, the draft side of the step. The built-in worker has no such figure.
+on a CPU, the draft side of the step. The built-in worker does not report it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
-class Turn(BenchPass):
-    """`draft_ms`: milliseconds of the draft side per decode step, None if the worker does not
-    tell."""
+class OverheadPass(BenchPass):
+    """A pass with the time of the draft side.
+
+    `draft_ms`: milliseconds of the draft side per decode step; None if the worker does not report
+    it.
+    """
 
     concurrency: int
     draft_ms: float | None
@@ -55,8 +58,8 @@ class Turn(BenchPass):
         return 1000 * self.seconds * self.concurrency / self.speculation.steps
 
 
-# Arm -> one turn per round.
-Turns = dict[str, list[Turn]]
+# Arm -> one pass per round.
+Turns = dict[str, list[OverheadPass]]
 
 
 @dataclass(frozen=True)
@@ -79,29 +82,31 @@ def run(options: Options) -> dict[str, Any]:
     """Raises RuntimeError if the two servers' outputs differ, ConfigError if git does not know the
     revision."""
     pair = demo_pair(options.model)
-    # To stream the whole text with every step costs the slower arm more than the faster one.
+    # Streaming the whole text again at every step would slow down the slower arm more.
     flags: dict[str, FlagValue] = {"--incremental-streaming-output": True}
     if options.temperature:
-        # A seed alone decides the tokens, and the width is fixed.
+        # Then only a seed decides the tokens, and the width is fixed.
         flags["--enable-deterministic-inference"] = True
-    ours = demo_config(pair, dflash=True).with_flags(flags)
+    own_config = demo_config(pair, dflash=True).with_flags(flags)
     with ExitStack() as stack:
-        other = ours.with_flags(AGAINST[options.against])
+        other_config = own_config.with_flags(AGAINST[options.against])
         if options.against == "revision":
             tree = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             unpack(options.revision, tree)
-            other = replace(ours, env={**ours.env, **importing(tree)})
-        servers = stack.enter_context(all_at_once({"ours": ours, options.against: other}))
-        found = {}
+            other_config = replace(own_config, env={**own_config.env, **environment_of(tree)})
+        servers = stack.enter_context(
+            all_at_once({"ours": own_config, options.against: other_config})
+        )
+        turns_of_level = {}
         for n in LEVELS:
             prompts = pair.prompts[: options.prompts or max(4, 2 * n)]
-            found[n] = run_level(servers, prompts, n, options.rounds, options.temperature)
-    rows = {f"concurrency_{level}": compare(by_arm) for level, by_arm in found.items()}
+            turns_of_level[n] = run_level(servers, prompts, n, options.rounds, options.temperature)
+    rows = {f"concurrency_{level}": compare(by_arm) for level, by_arm in turns_of_level.items()}
     return {"new_tokens": NEW_TOKENS, **rows}
 
 
 def unpack(revision: str, folder: Path) -> None:
-    """Our packages as they were at a commit. Raises ConfigError: git does not know it."""
+    """Unpack our packages as of a commit. Raises ConfigError if git does not know it."""
     packed = ["git", "-C", str(ROOT), "archive", revision, "sglang_dflash", "kernels"]
     archive = subprocess.run(packed, capture_output=True)
     if not revision or archive.returncode:
@@ -111,10 +116,10 @@ def unpack(revision: str, folder: Path) -> None:
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
 
 
-def importing(tree: Path) -> dict[str, str]:
-    """The environment of a process that loads our packages from there."""
-    # `python -m` would put the current folder, which is this checkout, before them.
-    # SGLang itself may be found by PYTHONPATH.
+def environment_of(tree: Path) -> dict[str, str]:
+    """Return environment variables of a process that loads our packages from `tree`."""
+    # PYTHONSAFEPATH: `python -m` would search the current folder, this checkout, first. The rest of
+    # PYTHONPATH stays, because SGLang itself may be found by it.
     path = f"{tree}:{tree / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
     return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
@@ -126,17 +131,18 @@ def run_level(
     rounds: int,
     temperature: float,
 ) -> Turns:
-    some = [Prompt((text,), chat=False) for text in prompts]
+    measured_prompts = [Prompt((text,), chat=False) for text in prompts]
 
-    def turn(name: str, _: int) -> Turn:
-        return measure(servers[name], some, concurrency, temperature)
+    def turn(name: str, _: int) -> OverheadPass:
+        return measure(servers[name], measured_prompts, concurrency, temperature)
 
     return exact_turns(servers, rounds, turn, f"{concurrency} at a time, ")
 
 
-def measure(server: Server, prompts: list[Prompt], concurrency: int, temperature: float) -> Turn:
-    """`NEW_TOKENS` tokens after each prompt, its seed its number, `concurrency` requests at a
-    time."""
+def measure(
+    server: Server, prompts: list[Prompt], concurrency: int, temperature: float
+) -> OverheadPass:
+    """Measure a pass of `NEW_TOKENS` new tokens per prompt. A prompt's seed is its index."""
     seeds = {prompt: seed for seed, prompt in enumerate(prompts)}
 
     def ask(to: Any, prompt: Prompt, _: list[str]) -> load.Answer:
@@ -144,57 +150,57 @@ def measure(server: Server, prompts: list[Prompt], concurrency: int, temperature
         return load.SGLang(to.url, sampling).ask(prompt.turns[0], NEW_TOKENS, ignore_eos=True)
 
     before = draft_side(server)
-    done = load.run(load.SGLang(server.url), prompts, concurrency, ask)
+    bench_pass = load.run(load.SGLang(server.url), prompts, concurrency, ask)
     after, draft_ms = draft_side(server), None
     if before is not None and after is not None:
         draft_ms = 1000 * (after[1] - before[1]) / (after[0] - before[0])
-    return Turn(**vars(done), concurrency=concurrency, draft_ms=draft_ms)
+    return OverheadPass(**vars(bench_pass), concurrency=concurrency, draft_ms=draft_ms)
 
 
 def draft_side(server: Server) -> tuple[int, float] | None:
-    """Decode steps so far, and seconds of the host in propose and commit."""
-    shown = server.dflash()
-    if "host_seconds" not in shown:
+    """Return the decode steps so far, and the host's seconds in propose and commit; None if the
+    worker does not report them."""
+    report = server.dflash()
+    if "host_seconds" not in report:
         return None
-    seconds = shown["host_seconds"]
-    return shown["decode_steps"], seconds.get("propose", 0.0) + seconds.get("commit", 0.0)
+    seconds = report["host_seconds"]
+    return report["decode_steps"], seconds.get("propose", 0.0) + seconds.get("commit", 0.0)
 
 
 def compare(turns: Turns) -> dict[str, Any]:
-    """Medians per arm; of the round-by-round ratios (ours / other) the median, the interval that
-    holds it with 95 %, the least and the greatest."""
-    both = list(zip(*turns.values(), strict=True))
-    draft = [a.draft_ms / b.draft_ms for a, b in both if a.draft_ms and b.draft_ms]
+    """Return medians per arm, and the `spread` of the ratios (ours / other) of single rounds."""
+    pairs = list(zip(*turns.values(), strict=True))
+    draft = [a.draft_ms / b.draft_ms for a, b in pairs if a.draft_ms and b.draft_ms]
     return {
-        **{name: figures(many) for name, many in turns.items()},
-        **spread("step_time_ratio", [a.step_ms / b.step_ms for a, b in both]),
-        **spread("throughput_ratio", [a.tokens_per_second / b.tokens_per_second for a, b in both]),
+        **{name: figures(turns_of_arm) for name, turns_of_arm in turns.items()},
+        **spread("step_time_ratio", [a.step_ms / b.step_ms for a, b in pairs]),
+        **spread("throughput_ratio", [a.tokens_per_second / b.tokens_per_second for a, b in pairs]),
         **(spread("draft_time_ratio", draft) if draft else {}),
     }
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
-    """The interval is that of the sign test: half of all values are below the true median, so that
-    the number of those drawn below it is binomial."""
+    """Return median, minimum, maximum and the median's 95 % interval, by the sign test: the number
+    of values below the true median is binomial."""
     from scipy.stats import binom
 
     ordered = sorted(values)
     out = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
-    of = {
+    interval = {
         name: statistics.median(ordered),
         f"{name}_low": ordered[out],
         f"{name}_high": ordered[-1 - out],
         f"{name}_min": ordered[0],
         f"{name}_max": ordered[-1],
     }
-    return {key: round(value, 4) for key, value in of.items()}
+    return {key: round(value, 4) for key, value in interval.items()}
 
 
-def figures(turns: list[Turn]) -> dict[str, float]:
-    draft = [one.draft_ms for one in turns if one.draft_ms]
-    counts = sum((one.speculation for one in turns), VerifySteps())
+def figures(turns: list[OverheadPass]) -> dict[str, float]:
+    draft = [turn.draft_ms for turn in turns if turn.draft_ms]
+    counts = sum((turn.speculation for turn in turns), VerifySteps())
     return {
-        "step_ms": round(statistics.median(one.step_ms for one in turns), 3),
+        "step_ms": round(statistics.median(turn.step_ms for turn in turns), 3),
         "tokens_per_second": round(statistics.median(p.tokens_per_second for p in turns), 2),
         "acceptance_length": round(counts.acceptance_length or 1.0, 3),
         **({"draft_ms": round(statistics.median(draft), 3)} if draft else {}),
@@ -203,4 +209,6 @@ def figures(turns: list[Turn]) -> dict[str, float]:
 
 def table(result: dict[str, Any]) -> list[str]:
     levels = [f"concurrency_{level}" for level in LEVELS]
-    return [f"{level} {name}: {of}" for level in levels for name, of in result[level].items()]
+    return [
+        f"{level} {name}: {figure}" for level in levels for name, figure in result[level].items()
+    ]

@@ -147,7 +147,7 @@ def test_what_does_not_start_a_server_is_refused(
 def test_sessions_that_fit(tokens: int | None, running: int, sessions: int) -> None:
     with FakeServer.__base__(ServerConfig(), 1.0) as server:  # type: ignore[misc]
         server.kv_tokens, server.running_requests = tokens, running
-        told = gpu_servers.told(gpu_servers.load.SGLang(server.url))
+        told = gpu_servers.read_report(gpu_servers.load.SGLang(server.url))
     assert (told["kv_tokens"], told["sessions"]) == (tokens or 0, sessions)
 
 

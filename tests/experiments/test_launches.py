@@ -14,7 +14,7 @@ def test_replay_launches_once_per_recurrent_layer() -> None:
     """It was five times, and three times as much for checkpoints."""
     geometry = TargetGeometry.from_dict(shipped("target")[launches.TARGET].config or {})
     with FakeTensorMode(), torch.device("cuda"):
-        found = launches.replayed(geometry, requests=2)
+        found = launches.count_replay(geometry, requests=2)
     names = {phase: [launch.name for launch in of] for phase, of in found.items()}
     assert names["record"].count("foreach_copy_") == geometry.recurrent_layers == 48
     assert len(names["record"]) == 48 + 3

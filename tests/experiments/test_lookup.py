@@ -9,27 +9,27 @@ import pytest
 from experiments.lookup import (
     RULES,
     Position,
-    accepted,
     better_draft,
     by_rule,
+    count_accepted,
     tasks,
     tokens_per_step,
 )
 
 # Blocks of four. The text continues as 1 2 3 4 5 6; what follows a rejection was not seen before.
 SEEN_LATE = [
-    Position([1, 2, 3, 4, 5, 6], drafts=[1, 2, 9], match=2, seen=[1, 2, 3, 4, 5, 6]),
-    Position([2, 3, 4, 5, 6], drafts=[2, 3, 4], match=3, seen=[8, 8, 8, 8, 8, 8]),
-    Position([3, 4, 5, 6], drafts=[3, 9, 9], match=4, seen=[3, 4, 5, 6, 7, 7]),
-    Position([4, 5, 6], drafts=[9, 9, 9], match=0, seen=[0, 0, 0, 0, 0, 0]),
-    Position([5, 6], drafts=[5, 6, 7], match=1, seen=[5, 9, 9, 9, 9, 9]),
-    Position([6], drafts=[9, 9, 9], match=8, seen=[6, 7, 8, 9, 9, 9]),
+    Position([1, 2, 3, 4, 5, 6], drafts=[1, 2, 9], match=2, looked_up=[1, 2, 3, 4, 5, 6]),
+    Position([2, 3, 4, 5, 6], drafts=[2, 3, 4], match=3, looked_up=[8, 8, 8, 8, 8, 8]),
+    Position([3, 4, 5, 6], drafts=[3, 9, 9], match=4, looked_up=[3, 4, 5, 6, 7, 7]),
+    Position([4, 5, 6], drafts=[9, 9, 9], match=0, looked_up=[0, 0, 0, 0, 0, 0]),
+    Position([5, 6], drafts=[5, 6, 7], match=1, looked_up=[5, 9, 9, 9, 9, 9]),
+    Position([6], drafts=[9, 9, 9], match=8, looked_up=[6, 7, 8, 9, 9, 9]),
 ]
 
 
 def test_agreeing_tokens() -> None:
     cases = {((1, 2, 9), (1, 2, 3)): 2, ((1, 2), (1, 2, 3)): 2, ((9,), (1,)): 0, ((), (1,)): 0}
-    assert {case: accepted(*map(list, case)) for case in cases} == cases
+    assert {case: count_accepted(*map(list, case)) for case in cases} == cases
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_agreeing_tokens() -> None:
 )
 def test_steps_of_a_rule(rule: str, steps: int) -> None:
     if rule == "lookup":
-        wrong = [at._replace(seen=[9] * 6) for at in SEEN_LATE]
+        wrong = [at._replace(looked_up=[9] * 6) for at in SEEN_LATE]
         assert tokens_per_step(wrong, RULES[rule]()) == len(SEEN_LATE) / steps
     else:
         assert tokens_per_step(SEEN_LATE, RULES[rule]()) == len(SEEN_LATE) / steps
@@ -53,17 +53,19 @@ def test_steps_of_a_rule(rule: str, steps: int) -> None:
 
 def test_a_server_learns_which_source_is_better() -> None:
     """At first a match of 3 is taken, or one of 2 that agrees; here matches are never right."""
-    wrong = [at._replace(match=3, seen=[9] * 6, drafts=at.rest[:3]) for at in SEEN_LATE * 40]
-    fixed, learned, draft = (
+    wrong = [
+        at._replace(match=3, looked_up=[9] * 6, drafts=at.continuation[:3]) for at in SEEN_LATE * 40
+    ]
+    fixed, learn_source, draft = (
         tokens_per_step(wrong, RULES[rule]()) for rule in ("match 3", "learned", "draft")
     )
-    assert fixed == 1 and learned > 0.9 * draft
+    assert fixed == 1 and learn_source > 0.9 * draft
 
 
 def test_a_better_draft_is_right_with_its_chance() -> None:
     for chance, right in ((0.0, 0), (1.0, 3)):
         (positions,) = better_draft([SEEN_LATE[:4]], chance)
-        assert [accepted(at.drafts, at.rest) for at in positions] == [right] * 4
+        assert [count_accepted(at.drafts, at.continuation) for at in positions] == [right] * 4
         assert [at._replace(drafts=[]) for at in positions] == [
             at._replace(drafts=[]) for at in SEEN_LATE[:4]
         ]

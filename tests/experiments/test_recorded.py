@@ -13,7 +13,7 @@ import torch
 
 from experiments import recorded
 from experiments.lookup import Options, recorded_positions, replay_recorded, table, tokens_per_step
-from experiments.recorded import Text
+from experiments.recorded import RecordedText
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.lookup import LONGEST_MATCH, seen_before
@@ -22,34 +22,34 @@ from sglang_dflash.drafting.lookup import LONGEST_MATCH, seen_before
 def test_steps_by_hand() -> None:
     # 1 2 3 4 stood before; after the prefill's token 1, lookup from one token finds 2 3 4, and 9
     # is the target's own.
-    text = Text(np.array([1, 2, 3, 4, 7, 8, 1, 2, 3, 4, 9]), 6)
+    text = RecordedText(np.array([1, 2, 3, 4, 7, 8, 1, 2, 3, 4, 9]), 6)
     assert text.match(7) == (1, 1) and text.accepted(7, 7) == 3
-    assert text.steps(8, least=1) == (1, 0)
+    assert text.steps(8, shortest=1) == (1, 0)
     # From two: 2 is decoded, then 3 4 are found.
-    assert text.steps(8, least=2) == (2, 1)
-    assert text.steps(2, least=1) == (2, 0)
-    assert text.steps(8, least=5) == (4, 4)
+    assert text.steps(8, shortest=2) == (2, 1)
+    assert text.steps(2, shortest=1) == (2, 0)
+    assert text.steps(8, shortest=5) == (4, 4)
     # Its end repeats with a period of one.
-    assert Text(np.array([5, 6, 6, 6, 6, 6]), 2).accepted(3, 7) == 3
+    assert RecordedText(np.array([5, 6, 6, 6, 6, 6]), 2).accepted(3, 7) == 3
 
 
 def test_positions_of_a_recorded_answer() -> None:
-    text = Text(np.array([1, 2, 3, 4, 7, 8, 1, 2, 3, 4, 9]), 6)
+    text = RecordedText(np.array([1, 2, 3, 4, 7, 8, 1, 2, 3, 4, 9]), 6)
     positions = recorded_positions(text, 1.0)
     assert [at.match for at in positions] == [0, 2, 3, 4]
-    assert positions[1].seen[:7] == [3, 4, 7, 8, 1, 2, 3] and positions[1].rest == [3, 4, 9]
+    assert positions[1].looked_up[:7] == [3, 4, 7, 8, 1, 2, 3] and positions[1].continuation == [3, 4, 9]
     # Every draft is right: the answer's tokens after the prefill's take one step.
     assert tokens_per_step(positions, lambda at: at.drafts) == 4
     # No draft is right: a step each, but where lookup is taken.
     wrong = recorded_positions(text, 0.0)
     assert tokens_per_step(wrong, lambda at: at.drafts) == 1
-    assert tokens_per_step(wrong, lambda at: at.seen if at.match >= 2 else []) == 4 / 2
+    assert tokens_per_step(wrong, lambda at: at.looked_up if at.match >= 2 else []) == 4 / 2
 
 
 def test_matches_are_those_of_the_server() -> None:
     rng = random.Random(0)
     ids = [rng.randrange(4) for _ in range(300)]
-    text, found = Text(np.array(ids), 100), 0
+    text, found = RecordedText(np.array(ids), 100), 0
     table_ = torch.tensor([ids], dtype=torch.int32)
     for at in range(100, 299):
         row, length = torch.tensor([0]), torch.tensor([at - 1])
@@ -85,7 +85,7 @@ def test_a_file_of_recorded_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     words = Words()
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: words)
-    monkeypatch.setattr(recorded.public_target, "fetched", lambda: tmp_path)
+    monkeypatch.setattr(recorded.public_target, "fetched_folder", lambda: tmp_path)
     result = replay_recorded(file)
     assert result["cases"] == 2 and result["answer_tokens"] == 3 + 2
     # x, then y z at once and the last word; the other answer copies nothing.

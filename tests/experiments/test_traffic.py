@@ -9,21 +9,21 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments import runner, traffic
-from experiments.launches import Scene, counted
-from experiments.traffic import GOALS, LOADS, Row
+from experiments.launches import StepContents, record_launches
+from experiments.traffic import GOALS, LOADS, DraftLoad
 from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention, Reach
 from sglang_dflash.tools.gpu_check.floors import SHAPES, absorb_floor, propose_floor, visible
 from tests.conftest import raw_config, with_own
 
 # All loads of one shape, and of the others the first and the longest.
-GOAL_ROWS = [Row(SHAPES[0], *load) for load in LOADS]
-GOAL_ROWS += [Row(shape, *load) for shape in SHAPES[1:] for load in (LOADS[0], LOADS[4])]
+GOAL_ROWS = [DraftLoad(SHAPES[0], *load) for load in LOADS]
+GOAL_ROWS += [DraftLoad(shape, *load) for shape in SHAPES[1:] for load in (LOADS[0], LOADS[4])]
 # Of DFlash2 that with the most logits.
-GOAL_ROWS.append(Row(SHAPES[3], 64, 4096, None))
+GOAL_ROWS.append(DraftLoad(SHAPES[3], 64, 4096, None))
 
 
 @pytest.mark.parametrize("one", GOAL_ROWS, ids=str)
-def test_the_goals(one: Row) -> None:
+def test_the_goals(one: DraftLoad) -> None:
     found = traffic.figures(one)
     for part in GOALS:
         assert found[f"{part}_bytes"] >= found[f"{part}_floor"]
@@ -47,9 +47,10 @@ def test_the_goals(one: Row) -> None:
 def test_bytes_grow_with_the_window_and_not_with_the_context() -> None:
     shape = SHAPES[0]
     near, far = (
-        traffic.figures(Row(shape, 8, context, 4096))["propose_bytes"] for context in (8192, 131072)
+        traffic.figures(DraftLoad(shape, 8, context, 4096))["propose_bytes"]
+        for context in (8192, 131072)
     )
-    wide = traffic.figures(Row(shape, 8, 131072, 16384))["propose_bytes"]
+    wide = traffic.figures(DraftLoad(shape, 8, 131072, 16384))["propose_bytes"]
     assert near == far
     per_token = 5 * 2 * 8 * 128 * 2
     assert wide - far > 0.99 * 8 * (16384 - 4096) * per_token
@@ -95,7 +96,7 @@ def test_a_sliding_layer_reads_what_its_first_query_sees() -> None:
 def test_what_torch_moves() -> None:
     with FakeTensorMode(), torch.device("cuda"):
         a, b, ids = torch.empty(3, 4), torch.empty(4, 5), torch.empty(7, dtype=torch.int64)
-        with counted(Scene([])) as found:
+        with record_launches(StepContents([])) as found:
             product = a @ b
             product.view(15)[:3]
             a[ids]

@@ -12,10 +12,10 @@ import pytest
 
 from experiments.worker_overhead import (
     ROOT,
-    Turn,
+    OverheadPass,
     compare,
     draft_side,
-    importing,
+    environment_of,
     spread,
     unpack,
 )
@@ -47,14 +47,18 @@ def test_a_server_loads_that_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                       "print(sglang_dflash.__file__, dflash_kernels.__file__)\n")  # fmt: skip
     command = [sys.executable, "-m", "sglang_dflash.where"]
     ran = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **importing(tmp_path)}, capture_output=True, text=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment_of(tmp_path)},
+        capture_output=True,
+        text=True,
     )
     assert [Path(one).is_relative_to(tmp_path) for one in ran.stdout.split()] == [True, True], ran
 
 
-def turns(seconds: float, draft_ms: list[float | None]) -> list[Turn]:
+def turns(seconds: float, draft_ms: list[float | None]) -> list[OverheadPass]:
     answers = [[Answer("", (1,), 1, 0.1, seconds)]]
-    return [Turn(seconds, answers, VerifySteps(20, 20), 1, ms) for ms in draft_ms]
+    return [OverheadPass(seconds, answers, VerifySteps(20, 20), 1, ms) for ms in draft_ms]
 
 
 def test_ratios_are_of_rounds() -> None:

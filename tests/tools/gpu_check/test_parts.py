@@ -67,10 +67,10 @@ def test_a_part_that_fails_does_not_stop_the_others(
     out = tmp_path / "report.json"
     phase = {"floor_bytes": 10**6, "eager_ms": 3.0, "graph_ms": 2.0}
     made_up = {
-        "bandwidth": plans.Part(lambda: {"bytes_per_s": 1e9}),
-        "phases/one": plans.Part(lambda: {"step": dict(phase)}),
-        "two": plans.Part(fails),
-        "phases/three": plans.Part(lambda: {"b": 1}),
+        "bandwidth": plans.CheckPart(lambda: {"bytes_per_s": 1e9}),
+        "phases/one": plans.CheckPart(lambda: {"step": dict(phase)}),
+        "two": plans.CheckPart(fails),
+        "phases/three": plans.CheckPart(lambda: {"b": 1}),
     }
     monkeypatch.setattr(plans, "plan", lambda _: made_up)
     parts = parts_in(out, status=1)
@@ -95,9 +95,9 @@ def test_what_is_done_is_kept_if_the_command_is_ended(
         raise SystemExit(143)
 
     made_up = {
-        "bandwidth": plans.Part(lambda: {"bytes_per_s": 1e9}),
-        "one": plans.Part(lambda: {"a": 1}),
-        "two": plans.Part(ended),
+        "bandwidth": plans.CheckPart(lambda: {"bytes_per_s": 1e9}),
+        "one": plans.CheckPart(lambda: {"a": 1}),
+        "two": plans.CheckPart(ended),
     }
     monkeypatch.setattr(plans, "plan", lambda _: made_up)
     out = tmp_path / "report.json"
