@@ -27,7 +27,7 @@ VERBS = {
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked up only then."""
+    """The action of --version: look up the version, print it and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         import sglang_dflash
@@ -37,30 +37,31 @@ class _Version(argparse.Action):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb. Returns 1, with the reason on stderr, if it cannot be done."""
+    """Run one verb. Returns the exit status: 1 if it fails, with the reason on stderr."""
     argv = sys.argv[1:] if argv is None else argv
-    parser, parsers = _parsers()
+    parser, parsers = _make_parsers()
     if not argv:
         parser.print_help()
         return 0
-    ours, theirs = argv, list[str]()
+    own_argv, server_argv = argv, list[str]()
     args = argparse.Namespace(verb=argv[0])
     try:
         if argv[0] in parsers:
-            # Only the verb that is asked for is imported.
+            # Import only the verb's own module.
             verb, of_verb = module(argv[0]), parsers[argv[0]]
             verb.arguments(of_verb)
             if hasattr(verb, "split"):
-                ours, theirs = verb.split(argv, of_verb._option_string_actions)
+                own_argv, server_argv = verb.split(argv, of_verb._option_string_actions)
         command = shlex.join(["sglang-dflash", *argv])
-        known = argparse.Namespace(server_flags=theirs, command=command)
-        args, unknown = parser.parse_known_args(ours, known)
+        namespace = argparse.Namespace(server_flags=server_argv, command=command)
+        args, unknown = parser.parse_known_args(own_argv, namespace)
         if unknown:
             parsers[args.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
         module(args.verb).run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # `head`, say, has read enough. Python would print an error when it flushes at exit.
+        # The reader, such as `head`, has closed the pipe. Without this, Python would print an error
+        # when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ConfigError as error:
         names = flag_names(parsers[args.verb]) | {"server_flags": "flags after --"}
@@ -77,8 +78,8 @@ def module(verb: str) -> Any:
     return importlib.import_module(f"sglang_dflash.tools.cli.{verb.replace('-', '_')}")
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The command's parser, and that of each verb, without its arguments."""
+def _make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the command's parser, and the parsers of the verbs, still without arguments."""
     parser = Parser(prog="sglang-dflash", description="DFlash speculative decoding for SGLang")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parsers = parser.add_subparsers(dest="verb", required=True)

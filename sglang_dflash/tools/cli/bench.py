@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, BenchSettings, FLAGS, {"pair": "dense", **large})
 
 
-def split(argv: list[str], _known: Collection[str]) -> tuple[list[str], list[str]]:
+def split(argv: list[str], _flags: Collection[str]) -> tuple[list[str], list[str]]:
     """Split the arguments into those parsed here and the servers' flags."""
     end = argv.index("--") if "--" in argv else len(argv)
     return argv[:end], argv[end + 1 :]

@@ -20,12 +20,12 @@ from sglang_dflash.serving.patches import (
 _COLUMNS = 96
 
 
-class Group(NamedTuple):
-    """Changes that are made together.
+class PatchGroup(NamedTuple):
+    """Changes that are made in the same processes.
 
     Attributes:
-        plugin: the name in SGLANG_PLUGINS that installs them.
-        where: the processes that have them.
+        plugin: the name in SGLANG_PLUGINS that makes them.
+        where: a description of the processes.
     """
 
     plugin: str
@@ -33,31 +33,33 @@ class Group(NamedTuple):
     rows: Sequence[Patch]
 
 
-def groups() -> list[Group]:
-    """All changes, by plugin. Those that two plugins make stand under both."""
-    # It needs torch, which a command's start does without.
+def groups() -> list[PatchGroup]:
+    """Return all changes, by plugin. A change that two plugins make is listed twice."""
+    # Imported late because it needs torch, and the command must start without it.
     from sglang_dflash.plugins.platform_cpu.patches import PATCHES as PLATFORM
 
-    ours = [row for row in WORKER_PATCHES if row not in SAMPLING_PATCHES]
+    worker_only = [row for row in WORKER_PATCHES if row not in SAMPLING_PATCHES]
     return [
-        Group("dflash", "every process of SGLang", PATCHES),
-        Group("dflash", "a scheduler that our worker serves", ours),
-        Group(
+        PatchGroup("dflash", "every process of SGLang", PATCHES),
+        PatchGroup("dflash", "a scheduler that our worker serves", worker_only),
+        PatchGroup(
             "dflash", "a scheduler that our worker serves; dflash_repairs has them everywhere",
             SAMPLING_PATCHES,
         ),
-        Group("dflash", "a scheduler whose recurrent layers are replayed", REPLAY_PATCHES),
-        Group("dflash", "a scheduler that SGLang's worker serves", BUILTIN_PATCHES),
-        Group(
+        PatchGroup("dflash", "a scheduler whose recurrent layers are replayed", REPLAY_PATCHES),
+        PatchGroup("dflash", "a scheduler that SGLang's worker serves", BUILTIN_PATCHES),
+        PatchGroup(
             "dflash_repairs", "every process of SGLang",
             [row for row in REPAIRS if row not in SAMPLING_PATCHES],
         ),
-        Group("dflash_cpu", "every process of SGLang on a machine without accelerator", PLATFORM),
+        PatchGroup(
+            "dflash_cpu", "every process of SGLang on a machine without accelerator", PLATFORM,
+        ),
     ]  # fmt: skip
 
 
 def as_rows() -> list[dict[str, str]]:
-    """One object per change, for JSON."""
+    """Return an object per change, for JSON."""
     return [
         {
             "plugin": group.plugin,
@@ -73,16 +75,18 @@ def as_rows() -> list[dict[str, str]]:
 
 
 def as_text() -> str:
-    """The changes for reading: what is changed, and what SGLang does without it."""
+    """Format the changes: the changed names, and what SGLang does without the change."""
     lines = [
         "Each name with how our function runs (before, after, around, or in place of it), and",
         "below it what SGLang does without the change.",
     ]
     for group in groups():
         lines += ["", f"{group.plugin}: {group.where} ({len(group.rows)} changes)"]
-        for (kind, reason), rows in itertools.groupby(group.rows, lambda r: (r.kind, r.reason)):
+        for (patch_kind, reason), rows in itertools.groupby(
+            group.rows, lambda r: (r.kind, r.reason)
+        ):
             targets = [line for row in rows for line in _target_lines(row.target)]
-            targets[-1] += f" ({kind.value})"
+            targets[-1] += f" ({patch_kind.value})"
             lines += ["", *targets]
             lines += textwrap.wrap(
                 reason, _COLUMNS, initial_indent="    ", subsequent_indent="    "
@@ -91,7 +95,7 @@ def as_text() -> str:
 
 
 def _target_lines(target: str) -> list[str]:
-    """A dotted name on a line, or on two before its last part."""
+    """Return a dotted name in a line, or in two lines if it is long."""
     if len(target) < _COLUMNS - 12:
         return [f"  {target}"]
     parent, _, name = target.rpartition(".")

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
         _end("torch finds no CUDA device here; --tiny tries the command on the CPU")
     from sglang_dflash.tools.gpu_check import plan
 
-    parts = plan.chosen(args.tiny, args.only)
+    parts = plan.select_parts(args.tiny, args.only)
     if args.dry_run:
         for name, part in parts.items():
             print(json.dumps({name: part.floors or {}}))
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _try(report: dict[str, Any]) -> str:
-    """Print that the parts ran. Returns which of them failed, or an empty string."""
+    """Print that the parts ran. Returns the parts that failed, or an empty string."""
     parts = report["parts"]
     device = report["hardware"]["accelerator"] or "the CPU"
     print(f"tried on {device}: {len(parts)} parts ran; nothing is judged")
@@ -77,10 +77,10 @@ def _try(report: dict[str, Any]) -> str:
 
 
 def _judge(report: dict[str, Any]) -> str:
-    """Print the verdict, and what it rests on. Returns what to do if the GPU is rejected, or an
-    empty string."""
+    """Print the verdict and its reasons. Returns advice if the GPU is rejected, or an empty
+    string."""
     parts, device = report["parts"], report["hardware"]["accelerator"]
-    wrong = verdict.wrong(parts)
+    wrong = verdict.find_failures(parts)
     if wrong:
         print(f"REJECT {device}:", *(f"  {line}" for line in wrong), sep="\n")
         return "rejected; serve with --speculative-dflash-worker builtin"
@@ -88,7 +88,7 @@ def _judge(report: dict[str, Any]) -> str:
         f"ACCEPT {device}: kernels, attention and recorded steps compute what torch does "
         f"({len(parts)} parts)"
     )
-    for line in verdict.missed(parts):
+    for line in verdict.find_missed_goals(parts):
         print(f"  slower than computed: {line}")
     return ""
 

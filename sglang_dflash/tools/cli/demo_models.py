@@ -14,8 +14,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.kind is None:
-        for kind, text in kinds().items():
-            print(f"{kind:14}{text}")
+        for name, text in kinds().items():
+            print(f"{name:14}{text}")
         return
     if args.kind in kinds() and args.kind == public_target.KIND:
         from sglang_dflash.tools.demo_pairs.fetch import fetch

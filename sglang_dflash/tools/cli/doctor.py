@@ -1,5 +1,7 @@
-"""`sglang-dflash doctor`: what is wrong with a running server, and what to do, by its /server_info.
-The numbers that are read are explained in docs/metrics.md."""
+"""`sglang-dflash doctor`: problems of a running server and advice, from its /server_info.
+
+docs/metrics.md explains the numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from sglang_dflash.drafting.acceptance_length import CAUSES, JUDGED_STEPS, LOW, 
 from sglang_dflash.drafting.options import Finding
 from sglang_dflash.serving.metrics.server import ENOUGH_STEPS, ServerInfo
 
-# Where SGLang listens if it is not told.
+# SGLang's default address.
 DEFAULT_URL = "http://127.0.0.1:30000"
 
 
@@ -37,8 +39,8 @@ def run(args: argparse.Namespace) -> None:
         advice = "check the URL, and the server's log and process (docs/operating.md)"
         findings = [Finding("not-reachable", str(error), advice)]
     if args.json:
-        facts, found = server.facts() if server else {}, [f._asdict() for f in findings]
-        print(json.dumps({"url": args.url, **facts, "findings": found}))
+        facts, rows = server.facts() if server else {}, [f._asdict() for f in findings]
+        print(json.dumps({"url": args.url, **facts, "findings": rows}))
     else:
         print(as_text(server, findings))
     if findings:
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def as_text(server: ServerInfo | None, findings: list[Finding]) -> str:
-    """The server and its step in lines; one per finding, and what to do below it."""
+    """Format the server, its step, and each finding with its advice."""
     lines = [] if server is None else server.lines()
     if server is not None:
         lines += filter(None, (server.step_line(), server.break_even_line()))
@@ -88,41 +90,41 @@ def read(url: str, timeout_s: float, api_key: str | None = None) -> ServerInfo:
     if answer.status_code in (401, 403):
         raise Failed(f"{url} answers {answer.status_code}; give --api-key")
     try:
-        info = answer.json() if answer.ok else None
+        report = answer.json() if answer.ok else None
     except requests.JSONDecodeError:
-        info = None
-    if not isinstance(info, dict) or "internal_states" not in info:
+        report = None
+    if not isinstance(report, dict) or "internal_states" not in report:
         raise Failed(f"{url} answers {answer.status_code} and is not that of an SGLang server")
-    return ServerInfo(info)
+    return ServerInfo(report)
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost reason: requests wraps what the system says three times."""
+    """Return the innermost reason: requests wraps the system's error three times."""
     while (inner := error.__context__ or error.__cause__) is not None:
         error = inner
     return str(error) or type(error).__name__
 
 
 def examine(server: ServerInfo) -> list[Finding]:
-    """All findings, the gravest first."""
-    found = [*_worker(server), *_outputs(server), *_contained(server), *_settings(server)]
-    return [*found, *_acceptance(server), *_requests(server)]
+    """Return all findings, the most severe first."""
+    findings = [*_worker(server), *_outputs(server), *_contained_steps(server), *_settings(server)]
+    return [*findings, *_acceptance(server), *_requests(server)]
 
 
 def _is_adaptive(server: ServerInfo) -> bool:
-    """Return whether the server drafts only as long as that pays."""
+    """Return whether the server has an adaptive width, which drafts only while that is faster."""
     return "adaptive" in server.values("width")
 
 
 def _settings(server: ServerInfo) -> Iterator[Finding]:
     """Yield the warnings that the server gave when it started."""
-    for found in server.reports[0].get("warnings", ()) if server.reports else ():
-        yield Finding(**found)
+    for warning in server.reports[0].get("warnings", ()) if server.reports else ():
+        yield Finding(**warning)
 
 
 def _worker(server: ServerInfo) -> Iterator[Finding]:
     """Yield findings about the worker that serves."""
-    algorithm, shown = server.algorithm, server.builtin_reasons
+    algorithm, reasons = server.algorithm, server.builtin_reasons
     if algorithm != "DFLASH":
         serves = f"--speculative-algorithm {algorithm}" if algorithm else server.worker
         yield Finding(
@@ -130,10 +132,10 @@ def _worker(server: ServerInfo) -> Iterator[Finding]:
             f"the server runs {serves}, no DFlash draft",
             "start it with --speculative-algorithm DFLASH --speculative-draft-model-path DRAFT",
         )
-    elif not server.reports and shown:
+    elif not server.reports and reasons:
         yield Finding(
             "builtin-worker",
-            f"SGLang's built-in DFLASH worker serves, because of {', '.join(shown)}",
+            f"SGLang's built-in DFLASH worker serves, because of {', '.join(reasons)}",
             "leave that out to get sglang-dflash's worker (docs/limits.md), or keep it: "
             "everything but what this package adds works",
         )
@@ -166,7 +168,7 @@ def _outputs(server: ServerInfo) -> Iterator[Finding]:
 
 
 def _acceptance(server: ServerInfo) -> Iterator[Finding]:
-    """The alarm, or else the acceptance length since the start."""
+    """Yield a finding about low acceptance: the alarm, or the length since the server's start."""
     if server.least("simulated_acceptance") is not None:
         return
     until_found = (
@@ -175,11 +177,11 @@ def _acceptance(server: ServerInfo) -> Iterator[Finding]:
     )
     if _is_adaptive(server):
         until_found = "meanwhile the server drafts rarely (--speculative-dflash-width adaptive)"
-    settings = [found.name for found in _settings(server)]
-    first = f"see to {' and '.join(settings)} first; otherwise " if settings else ""
-    look_for = f"{first}look for {'; '.join(CAUSES)}; "
+    settings = [warning.name for warning in _settings(server)]
+    advice = f"see to {' and '.join(settings)} first; otherwise " if settings else ""
+    look_for = f"{advice}look for {'; '.join(CAUSES)}; "
     recent = server.least("recent_acceptance_length")
-    # Of our own worker there is a count to judge by.
+    # Our worker reports its steps, so that too few of them are not judged.
     length = server.acceptance_length
     if server.reports and server.verify_steps < ENOUGH_STEPS:
         length = None
@@ -213,22 +215,23 @@ def _acceptance(server: ServerInfo) -> Iterator[Finding]:
         )
 
 
-def _contained(server: ServerInfo) -> Iterator[Finding]:
-    """Steps that failed, with the server going on."""
+def _contained_steps(server: ServerInfo) -> Iterator[Finding]:
+    """Yield findings about failed steps that the server has survived."""
     for state in server.states:
-        shown = state.get("containment") or {}
-        if shown.get("contained_steps"):
+        containment = state.get("containment") or {}
+        if containment.get("contained_steps"):
             yield Finding(
                 "contained-steps",
-                f"{shown['contained_steps']} steps failed and {shown['ended_requests']} requests "
-                f"were ended by it; the last error is {shown['last_error']}",
+                f"{containment['contained_steps']} steps failed and "
+                f"{containment['ended_requests']} requests were ended by it; the last error is "
+                f"{containment['last_error']}",
                 "the log has a traceback of each kind: report it to SGLang, or here if it names "
                 "sglang_dflash",
             )
 
 
 def _requests(server: ServerInfo) -> Iterator[Finding]:
-    """Requests, and limits of the server, that do not go well together."""
+    """Yield findings about requests that the server's settings do not suit."""
     share = server.least("draft_context_share")
     if share is not None and share < LOW_CONTEXT_SHARE:
         yield Finding(
@@ -237,7 +240,7 @@ def _requests(server: ServerInfo) -> Iterator[Finding]:
             "raise --speculative-dflash-draft-kv-tokens (now "
             f"{server.least('draft_kv_entries') or 0:.0f})",
         )
-    # With an adaptive width, most of them are its choice.
+    # With an adaptive width, most steps without drafts are chosen by the width policy.
     undrafted = 0 if _is_adaptive(server) else sum(server.values("undrafted_steps"))
     steps = undrafted + sum(server.values("verify_steps"))
     if undrafted >= ENOUGH_STEPS and undrafted > 0.25 * steps:

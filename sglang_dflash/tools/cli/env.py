@@ -1,4 +1,4 @@
-"""`sglang-dflash env`: works without SGLang, and with a release that we were not written for."""
+"""`sglang-dflash env`. It also works without SGLang, and with an unsupported release."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.changes:
-        shown = json.dumps({"changes": changes.as_rows()}) if args.json else changes.as_text()
-        print(shown)
+        output = json.dumps({"changes": changes.as_rows()}) if args.json else changes.as_text()
+        print(output)
         return
-    found, problem = None, None
+    sglang_platform, problem = None, None
     if version("sglang") is not None:
         print("loading SGLang and its plugins ...", file=sys.stderr)
-        found, problem = load_plugins()
+        sglang_platform, problem = load_plugins()
     worker, reason = _worker(problem)
     packages = ("sglang-dflash", "sglang", "torch", "triton", "transformers", "huggingface_hub")
     report = {
@@ -45,16 +45,16 @@ def run(args: argparse.Namespace) -> None:
             "system": platform.platform(),
         },
         "machine": hardware(),
-        # Of SGLang, which our plugin for CPUs may have set.
-        "platform": None if found is None else type(found).__name__,
+        # SGLang's platform object, which may be our plugin's.
+        "platform": None if sglang_platform is None else type(sglang_platform).__name__,
     }
     print(json.dumps(report) if args.json else as_text(report))
 
 
 def _worker(problem: str | None) -> tuple[str, str]:
-    """Return the worker that this installation gives a pair that ours can serve, and the reason.
+    """Return the worker that this installation takes for a pair that ours can serve, and why.
 
-    `problem`: why a server of this installation would end at start, or None.
+    `problem`: the reason why a server would end at start, or None.
     """
     mismatch = unsupported()
     if version("sglang") is None:
@@ -72,14 +72,14 @@ def _worker(problem: str | None) -> tuple[str, str]:
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """The report for reading."""
+    """Format the report."""
     machine = report["machine"]
-    of = {
+    facts = {
         **report["versions"],
         "processor": f"{machine['processor']}, {machine['cores']} cores",
         "memory": f"{machine['memory_gib']} GiB",
         "accelerator": machine["accelerator"] or "none",
         "platform": report["platform"] or "not known",
     }
-    lines = [f"{name:15} {value or 'not installed'}" for name, value in of.items()]
+    lines = [f"{name:15} {value or 'not installed'}" for name, value in facts.items()]
     return "\n".join([f"worker: {report['worker']}", f"why: {report['reason']}", "", *lines])

@@ -44,13 +44,13 @@ def run(args: argparse.Namespace) -> None:
         pair = demo_pair("dense")
         args.target, args.draft = str(pair.target), str(pair.draft)
     if "torch" not in sys.modules:
-        # OpenMP's threads spin while they wait for one another, and hold the core that the last of
-        # them needs. On a busy machine a tiny model then takes 20 times as long.
+        # OpenMP's threads spin while they wait for each other. On a busy machine they occupy the
+        # core that the last one needs, and a tiny model takes 20 times as long.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from sglang_dflash.tools.transformers_loop import Sampler, chat_tokens, load
     from sglang_dflash.tools.transformers_loop.checks import check_new_tokens
 
-    # What is wrong with the command is told before anything is loaded.
+    # Check the arguments before anything is loaded.
     check_new_tokens(args.max_new_tokens)
     args.seed = random.randrange(2**63) if args.seed is None else args.seed
     choose = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
 def _continue(
     args: argparse.Namespace, options: Options, choose: Any, pair: LoadedPair, tokens: list[int]
 ) -> dict[str, Any]:
-    """Continue a prompt; without `--json`, stdout gets the text while it is generated.
+    """Continue a prompt. Without `--json`, the text is written to stdout while it is generated.
 
     Returns:
         The fields of `--json`; times are in seconds and include the prefill.

@@ -46,30 +46,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """A number of requests, from 1 on."""
+    """Parse a positive number. Raises ValueError, which argparse reports."""
     value = int(text)
     if value < 1:
         raise ValueError(text)
     return value
 
 
-def split(argv: list[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """A command line in our words, and the server's launch command that it holds, if any.
+def split(argv: list[str], own_flags: Collection[str]) -> tuple[list[str], list[str]]:
+    """Translate a launch command in the arguments into flags of `inspect`.
+
+    Returns:
+        The arguments of `inspect`, and the launch command; an empty list if there is none.
 
     Args:
-        known: our flags, which may stand among a server's without a `--`.
+        own_flags: flags of `inspect`, which may be mixed with a server's if there is no `--`.
 
     Raises:
         ConfigError: see `launch_command.read`.
     """
     if "--" in argv:
-        ours, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+        own_words, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     elif launch_command.is_launch(argv):
-        own, command = launch_command.without_own(argv[1:], known)
-        ours = [*argv[:1], *own]
+        own_options, command = launch_command.without_own(argv[1:], own_flags)
+        own_words = [*argv[:1], *own_options]
     else:
         return argv, []
-    return [*ours, *launch_command.read(command).words], command
+    return [*own_words, *launch_command.read(command).words], command
 
 
 def run(args: argparse.Namespace) -> None:
@@ -80,24 +83,24 @@ def run(args: argparse.Namespace) -> None:
     named = args.draft or published_draft(args.target)
     draft = look_up("draft", named, offline=args.offline)
     builtin = command and command.builtin
-    found = inspect(target, draft, options, serving, builtin)
+    report = inspect(target, draft, options, serving, builtin)
     if command is not None and command.not_reckoned:
         left_out = ", ".join(command.not_reckoned)
-        found["warnings"].insert(0, f"not part of the arithmetic: {left_out}")
+        report["warnings"].insert(0, f"not part of the arithmetic: {left_out}")
     if args.sessions is not None and serving.context is None:
         raise ConfigError("sessions", args.sessions, "needs {context}, the tokens of a request")
-    found["suggestions"] = None
+    report["suggestions"] = None
     if serving.context is not None:
         pair = Pair(target, draft, options, serving, builtin)
-        found["suggestions"] = suggest(pair, args.sessions)
+        report["suggestions"] = suggest(pair, args.sessions)
     if exists(named) and exists(args.target):
-        _check_as_sglang_reads_it(Path(args.target), Path(named), found["worker"])
-    print(json.dumps(found) if args.json else as_table(found, sources=args.sources))
+        _check_as_sglang_reads_it(Path(args.target), Path(named), report["worker"])
+    print(json.dumps(report) if args.json else as_table(report, sources=args.sources))
 
 
 def _check_as_sglang_reads_it(target: Path, draft: Path, worker: str) -> None:
-    """Raise ConfigError if a server would refuse what we do not read: a draft of SGLang's worker,
-    or files that only SGLang reads. Seconds, most of it imports."""
+    """Raise ConfigError if SGLang would refuse files that we do not read: a draft that its own
+    worker serves, or files that only SGLang reads. Takes seconds, mostly for imports."""
     if worker == OURS and not any((draft / name).exists() for name in READ_BY_SGLANG):
         return
     from sglang_dflash.serving.start.draft_files import check_of_a_server

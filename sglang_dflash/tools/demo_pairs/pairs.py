@@ -1,5 +1,5 @@
-"""The embedded demo pairs: all of a checkout, or the one of an installed wheel. The target of one
-is fetched."""
+"""The embedded demo pairs. A checkout has all of them, a wheel has one. The target of `smollm2` is
+fetched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DemoPair:
     Attributes:
         kind: its name.
         target, draft: folders.
-        prompts: texts to be continued. A pair that chats has none.
+        prompts: texts to continue; empty for a chat pair.
     """
 
     kind: str
@@ -43,13 +43,13 @@ def _home() -> Path:
 
 
 def kinds() -> dict[str, str]:
-    """The pairs that are here, by name, and what each is in words."""
+    """Return the available pairs: name -> description."""
     names = sorted(path.parent.name for path in _home().glob("*/draft"))
     return {name: _CHATS if name == public_target.KIND else _MEMORIZED for name in names}
 
 
 def demo_pair(kind: str) -> DemoPair:
-    """The pair `kind`. Raises ConfigError with the kinds that exist, or if its target is not
+    """Return the pair `kind`. Raises ConfigError if there is no such pair, or if its target is not
     fetched yet."""
     if kind not in kinds():
         required = f"choose one of {', '.join(kinds())}; a checkout has all pairs, the wheel one"
@@ -57,5 +57,5 @@ def demo_pair(kind: str) -> DemoPair:
     folder = _home() / kind
     file = folder / "prompts.json"
     cut = json.loads(file.read_text()) if file.exists() else ()
-    target = public_target.fetched() if kind == public_target.KIND else folder / "target"
+    target = public_target.fetched_folder() if kind == public_target.KIND else folder / "target"
     return DemoPair(kind, target, folder / "draft", [item["prompt"] for item in cut])

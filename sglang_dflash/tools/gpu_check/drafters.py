@@ -178,19 +178,19 @@ def loaded(
     table[1:, :width] = slots
     rows = 1 + torch.arange(requests, device=device)
     lengths = torch.full_like(rows, load.context)
-    known = RequestSlots(table, rows, lengths, load.context)
+    request_slots = RequestSlots(table, rows, lengths, load.context)
     groups = plan.groups(requests * width, 1 + requests * width, requests, table.shape[1])
     for group in groups:
         group.cache.kv.normal_()
-        _fill(group, known)
-        check_live(model.ops.slot_table(known, group.reach, group.cache.tags))
+        _fill(group, request_slots)
+        check_live(model.ops.slot_table(request_slots, group.reach, group.cache.tags))
     drafter = Drafter(model, head, groups, options)
     of_block = lengths[:, None] + torch.arange(block, device=device)
     tokens = requests * block
     return Loaded(
         load=load,
         drafter=drafter,
-        known=known,
+        known=request_slots,
         bonus=torch.randint(config.vocab_size, (requests,), device=device),
         targets=torch.randint(config.vocab_size, (requests, block), device=device),
         hidden=torch.randn(tokens, config.target_hidden_width, device=device, dtype=dtype),

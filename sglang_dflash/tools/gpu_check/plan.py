@@ -1,9 +1,10 @@
-"""The plan of a run on a GPU: checks of every kernel, times of the draft side against their floor.
+"""The plan of a run on a GPU: checks of every kernel, and times of the draft side.
 
-Parts, one after the other: bandwidth of a copy; the start-up check at published shapes; replay of
-recurrent layers against torch; kernels that read logits, by themselves; what a start takes; propose
-(greedy and sampled), commit and absorb, eager and from CUDA graphs, against the fewest bytes that
-they must move. Weights are random. SGLang is not needed, and nothing is fetched.
+The parts, in order: bandwidth of a copy; the start-up check at published shapes; replay of
+recurrent layers compared with torch; single kernels that read logits; recording of CUDA graphs, as
+at a server's start; propose (greedy and sampled), commit and absorb, eager and from CUDA graphs,
+compared with the fewest bytes that they must move. Weights are random. SGLang is not needed, and
+nothing is fetched.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ LOADS = (
     Load(256, 1024, None),
 )
 TINY_LOADS = (Load(1, 96, None), Load(3, 200, 64))
-# Requests of a batch whose logits are read.
+# Numbers of requests for single kernels.
 BATCHES = (1, 8, 64, 256)
 
 
-class Part(NamedTuple):
-    """A measurement, and the fewest bytes of its phases if it has any."""
+class CheckPart(NamedTuple):
+    """A check or a measurement, with the fewest bytes of its phases if it has phases."""
 
     run: Callable[[], dict[str, Any]]
     floors: dict[str, int] | None = None
 
 
-def plan(tiny: bool) -> dict[str, Part]:
-    """All parts by name, in order.
+def plan(tiny: bool) -> dict[str, CheckPart]:
+    """Return all parts by name, in order.
 
     Args:
         tiny: a tiny draft on the CPU, in place of published shapes on the GPU.
@@ -57,27 +58,28 @@ def plan(tiny: bool) -> dict[str, Part]:
     drafts = {"tiny": DraftConfig.from_dict(TINY)} if tiny else {
         name.removeprefix("z-lab/"): config_of(name) for name in SHAPES
     }  # fmt: skip
-    parts = {"bandwidth": Part(lambda: {"bytes_per_s": copy_bandwidth(device)})}
+    parts = {"bandwidth": CheckPart(lambda: {"bytes_per_s": copy_bandwidth(device)})}
     for name, config in drafts.items():
-        parts[f"check/{name}"] = Part(partial(self_check, config, device, dtype))
+        parts[f"check/{name}"] = CheckPart(partial(self_check, config, device, dtype))
     shape = (2, 4, 2, 1, 16) if tiny else (8, 16, 48, 16, 128)
-    parts["fold"] = Part(partial(fold, device, dtype, *shape))
+    parts["fold"] = CheckPart(partial(fold, device, dtype, *shape))
     for name, config in drafts.items():
         for requests in BATCHES[:2] if tiny else BATCHES:
             run = partial(alone, config, requests, device, dtype)
-            parts[f"kernels/{name}/{requests}"] = Part(run)
+            parts[f"kernels/{name}/{requests}"] = CheckPart(run)
     for name, config in drafts.items():
-        parts[f"start/{name}"] = Part(partial(start, config, device, dtype))
+        parts[f"start/{name}"] = CheckPart(partial(start, config, device, dtype))
     for name, config in drafts.items():
         for load in TINY_LOADS if tiny else LOADS:
             run = partial(phases, config, load, device, dtype)
             least = floors(config, load, dtype.itemsize)
-            parts[f"phases/{name}/{load.name}"] = Part(run, least)
+            parts[f"phases/{name}/{load.name}"] = CheckPart(run, least)
     return parts
 
 
-def chosen(tiny: bool, only: str) -> dict[str, Part]:
-    """The parts whose names begin with `only`, after `bandwidth`, which times are compared with.
+def select_parts(tiny: bool, only: str) -> dict[str, CheckPart]:
+    """Return `bandwidth`, with which times are compared, and the parts whose names begin with
+    `only`.
 
     Raises:
         ConfigError: no part has such a name.
@@ -90,8 +92,8 @@ def chosen(tiny: bool, only: str) -> dict[str, Part]:
     return {"bandwidth": every["bandwidth"]} | parts
 
 
-def run(parts: Mapping[str, Part]) -> Iterator[dict[str, dict[str, Any]]]:
-    """The figures of the parts so far, after each part, which is also shown on stderr."""
+def run(parts: Mapping[str, CheckPart]) -> Iterator[dict[str, dict[str, Any]]]:
+    """Run the parts. Yields all figures so far after each part, which is also printed to stderr."""
     torch.backends.cuda.matmul.allow_tf32 = False
     done: dict[str, dict[str, Any]] = {}
     for name, part in parts.items():
@@ -101,7 +103,7 @@ def run(parts: Mapping[str, Part]) -> Iterator[dict[str, dict[str, Any]]]:
         yield done
 
 
-def _run(part: Part) -> dict[str, Any]:
+def _run(part: CheckPart) -> dict[str, Any]:
     try:
         with torch.no_grad():
             result = part.run()
@@ -114,8 +116,8 @@ def _run(part: Part) -> dict[str, Any]:
 
 
 def _compare_with_floor(figures: dict[str, Any], bandwidth: float | None) -> None:
-    """Add `graph_over_floor` to each phase: the time of a graph over that of the fewest bytes at
-    the bandwidth of a copy."""
+    """Add `graph_over_floor` to each phase: the time from a graph, divided by the time of the fewest
+    bytes at a copy's bandwidth."""
     for timed in figures.values():
         if bandwidth and isinstance(timed, dict) and "graph_ms" in timed:
             floor_ms = 1000 * timed["floor_bytes"] / bandwidth

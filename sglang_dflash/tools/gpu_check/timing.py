@@ -1,4 +1,4 @@
-"""CUDA graphs, and times of what runs on a device, or on the host without one."""
+"""CUDA graphs, and timing of functions on a device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 REPEATS = 30
-# Bytes of a copy that measures bandwidth; two of these must fit.
+# Bytes of the copy that measures bandwidth. Source and target must fit into memory.
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
 
 
 class CudaGraphs:
-    """A `Recorder` by CUDA graphs, which share one memory pool."""
+    """A `Recorder` that makes CUDA graphs, which share one memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -38,9 +38,9 @@ class CudaGraphs:
 
 
 def milliseconds(device: torch.device, run: Callable[[], object]) -> float:
-    """Median time of `REPEATS` runs; the first three are not counted.
+    """Return the median time of `REPEATS` runs, after three runs that are not counted.
 
-    On CUDA by events, so what the host does meanwhile counts only if the device waits for it.
+    On CUDA, events measure the time: the host's work counts only if the device waits for it.
     """
     for _ in range(3):
         run()
@@ -64,7 +64,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def waits_for_the_device(run: Callable[[], object]) -> str | None:
-    """Return the cause for which the host waits in a run on CUDA; None if it does not wait."""
+    """Return why the host waits for the device in a run on CUDA; None if it does not wait."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -18,8 +18,8 @@ DTYPES = {
 }
 
 
-def device_named(field: str, name: str | int | torch.device) -> torch.device:
-    """The device of that name. Raises ConfigError about `field` if it is absent."""
+def find_device(field: str, name: str | int | torch.device) -> torch.device:
+    """Return the device `name`. Raises ConfigError about `field` if torch does not find it."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -30,8 +30,8 @@ def device_named(field: str, name: str | int | torch.device) -> torch.device:
     return device
 
 
-def dtype_named(field: str, name: str | torch.dtype) -> torch.dtype:
-    """The dtype of that name. Raises ConfigError about `field` if it is none of `DTYPES`."""
+def find_dtype(field: str, name: str | torch.dtype) -> torch.dtype:
+    """Return the dtype `name`. Raises ConfigError about `field` if it is not one of `DTYPES`."""
     dtype = DTYPES.get(str(name).removeprefix("torch."))
     if dtype is None:
         raise ConfigError(field, name, f"one of {', '.join(DTYPES)} is required")
@@ -68,14 +68,15 @@ def check_pair(draft: DraftModel, target: Any) -> None:
 
 
 def prompt_ids(input_ids: Any, target: Any) -> Tensor:
-    """The prompt as int64 `[1, N]` on the target's device.
+    """Return the prompt as int64 `[1, N]` on the target's device.
 
     Args:
         input_ids: an integer tensor `[1, N]`, or what a tokenizer returns with
             `return_tensors="pt"` (a mapping with the key `input_ids`, and no masked token).
 
     Raises:
-        ConfigError: it is anything else, has no token, or holds an id outside the vocabulary.
+        ConfigError: `input_ids` is anything else, has no token, or has an id outside the
+            vocabulary.
     """
     if isinstance(input_ids, Mapping):
         mask = input_ids.get("attention_mask")
@@ -91,15 +92,15 @@ def prompt_ids(input_ids: Any, target: Any) -> Tensor:
         required = "one prompt at a time, [1, N], of at least one token"
         raise ConfigError("input_ids", list(input_ids.shape), required)
     rows = target.get_input_embeddings().weight
-    least, most = int(input_ids.min()), int(input_ids.max())
-    if least < 0 or most >= len(rows):
+    smallest, largest = int(input_ids.min()), int(input_ids.max())
+    if smallest < 0 or largest >= len(rows):
         required = f"the target's tokenizer gives ids from 0 to {len(rows) - 1}"
-        raise ConfigError("input_ids", least if least < 0 else most, required)
+        raise ConfigError("input_ids", smallest if smallest < 0 else largest, required)
     return input_ids.to(device=rows.device, dtype=torch.int64)
 
 
 def stop_ids(stop_token_ids: Iterable[int] | None) -> tuple[int, ...]:
-    """Token ids that end a text, none for None. Raises ConfigError if one is not an integer."""
+    """Return stop token ids as a tuple, empty for None. Raises ConfigError unless all are int."""
     if stop_token_ids is None:
         return ()
     if not isinstance(stop_token_ids, list | tuple | set | frozenset) or not all(

@@ -16,7 +16,7 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.drafting.weights import load_model
-from sglang_dflash.tools.transformers_loop.checks import device_named, dtype_named, stop_ids
+from sglang_dflash.tools.transformers_loop.checks import find_device, find_dtype, stop_ids
 from sglang_dflash.tools.transformers_loop.generation import Sampler, spec_generate
 
 
@@ -58,11 +58,12 @@ class DFlashDraftModel(DraftModel):
         """
         del trust_remote_code
         device = _device(device_map)
-        wanted = None if dtype in (None, "auto") else dtype_named("dtype", dtype)
+        given_dtype = None if dtype in (None, "auto") else find_dtype("dtype", dtype)
         folder = draft_folder(str(name), revision=revision)
-        kind = wanted or _stored_dtype(folder)
+        model_dtype = given_dtype or _stored_dtype(folder)
         return cast(
-            "DFlashDraftModel", load_model(folder, dtype=kind, device=device, model_class=cls)
+            "DFlashDraftModel",
+            load_model(folder, dtype=model_dtype, device=device, model_class=cls),
         )
 
     @property
@@ -97,7 +98,7 @@ class DFlashDraftModel(DraftModel):
             ConfigError: see `transformers_loop.spec_generate`; the temperature is out of range.
         """
         choose = Sampler(temperature)
-        if temperature < 1e-5:  # There z-lab's code takes the argmax.
+        if temperature < 1e-5:  # As in z-lab's code, which takes the argmax then.
             choose = Sampler()
         new = spec_generate(
             self,
@@ -113,10 +114,10 @@ class DFlashDraftModel(DraftModel):
         return torch.cat([prompt, torch.tensor([new.tokens], device=self.device)], dim=1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DFlashDraftModel:
-        """`to`, `cuda` and `float` end here: what is derived from the weights is made anew."""
+        """Recompute what is derived from the weights. `to`, `cuda` and `float` call this."""
         super()._apply(fn, recurse)
         config = self.config
-        # It stays float32 for weights of any dtype.
+        # RoPE's frequencies stay float32 whatever the dtype of the weights.
         rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
         self.rotary = rotary.to(self.device)
         self._joined = None
@@ -131,15 +132,15 @@ def _device(device_map: str | int | torch.device | Mapping[str, Any] | None) -> 
     (name,) = named
     if name is None:
         name = "cpu"
-    # How Accelerate spreads a model over devices. A draft is small and stays on one.
+    # Accelerate's names of ways to spread a model over devices. A draft stays on one device.
     if name in ("auto", "balanced", "balanced_low_0", "sequential"):
         name = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    return device_named("device_map", name)
+    return find_device("device_map", name)
 
 
 def _stored_dtype(folder: str) -> torch.dtype:
-    """The dtype that a draft's config.json names; that of its weights in float32 if none."""
+    """Return the dtype that a draft's config.json names; float32 if it names none."""
     raw = read_json_object(Path(folder) / "config.json", "draft checkpoint")
     named = [(field, raw[field]) for field in ("dtype", "torch_dtype") if raw.get(field)]
-    known = [(field, name) for field, name in named if name != "auto"]
-    return dtype_named(*known[0]) if known else torch.float32
+    named_dtypes = [(field, name) for field, name in named if name != "auto"]
+    return find_dtype(*named_dtypes[0]) if named_dtypes else torch.float32

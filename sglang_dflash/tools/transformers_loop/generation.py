@@ -24,7 +24,7 @@ from sglang_dflash.drafting.noise import BlockNoise, gumbel
 from sglang_dflash.drafting.options import Options, ResolvedOptions
 from sglang_dflash.drafting.sampled_drafts import SampledDrafts
 from sglang_dflash.tools.transformers_loop.checks import check_new_tokens, check_pair, prompt_ids
-from sglang_dflash.tools.transformers_loop.target_cache import TargetCache, captured_hidden
+from sglang_dflash.tools.transformers_loop.target_cache import TargetCache, capture_hidden
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Generation:
 
     Attributes:
         tokens: generated token ids, without the prompt.
-        committed: tokens of the text that each verify step gave, the bonus token included.
+        committed: number of tokens from each verify step, the bonus token included.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -47,14 +47,15 @@ class Generation:
 
 @dataclass(frozen=True)
 class Sampler:
-    """The target's choice of tokens: with noise from a hash, as SGLang's seeded sampler does. A
-    text depends on its prompt, these values and the logits, and not on how it is drafted.
+    """The target's sampler, with noise from a hash, as in SGLang's seeded sampling.
+
+    A text depends only on its prompt, these values and the logits, not on how it is drafted.
 
     Attributes:
         temperature: 0 is greedy, and the other attributes have no effect.
-        top_k: tokens that are kept; 0 keeps all.
-        top_p: probability mass that is kept.
-        seed: drawn from torch's generator by default.
+        top_k: number of tokens to sample from; 0 for all.
+        top_p: probability mass to sample from.
+        seed: by default drawn from torch's generator.
 
     Raises:
         ConfigError: a value is out of range.
@@ -79,8 +80,7 @@ class Sampler:
             raise ConfigError("seed", self.seed, "a number from 0 to 2**63 - 1 is required")
 
     def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """The tokens int64 `[N]` that follow those at `positions` int64 `[N]`, from logits
-        `[N, V]`."""
+        """Sample tokens int64 `[N]` after `positions` int64 `[N]`, from logits `[N, V]`."""
         if self.temperature == 0:
             return logits.argmax(-1)
         p_target = target_probabilities(logits, self.temperature, self.top_k, self.top_p)
@@ -127,7 +127,7 @@ def prefill(draft: DraftModel, target: Any, input_ids: Any) -> Prefill:
     """
     check_pair(draft, target)
     input_ids = prompt_ids(input_ids, target)
-    with captured_hidden(target, draft.config.target_layer_ids) as hidden:
+    with capture_hidden(target, draft.config.target_layer_ids) as hidden:
         out = target(input_ids=input_ids, use_cache=True, logits_to_keep=1)
         return Prefill(out.past_key_values, hidden(), out.logits[0])
 
@@ -151,11 +151,11 @@ def spec_generate(
         draft: frozen, as `load_model` or `DFlashDraftModel.from_pretrained` gives it.
         target: the causal language model of Transformers that the draft was trained for.
         prompt: int64 `[1, N]`, or what a tokenizer returns for one prompt, or a `prefill`.
-        max_new_tokens: generated tokens at most.
+        max_new_tokens: the most tokens to generate.
         options: block size and context window; the other options have no effect here.
         stop_token_ids: the generation ends after the first of these.
-        choose: how the target picks its tokens; None is greedy. See `Sampler`.
-        drafts: what earlier generations have taught, as in a server; None begins anew.
+        choose: the target's sampler; None is greedy.
+        drafts: statistics of earlier generations, as in a server; None starts without any.
         on_tokens: called with the new tokens of every step.
 
     Raises:
@@ -176,7 +176,10 @@ def spec_generate(
     length, drafts = positions[prompt_length, None], drafts or SampledDrafts(verify_block, device)
     result, bonus = Generation(), choose(start.logits, length - 1)
     done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
-    with captured_hidden(target, draft.config.target_layer_ids) as hidden, target_cache.recorded():
+    with (
+        capture_hidden(target, draft.config.target_layer_ids) as hidden,
+        target_cache.record_inputs(),
+    ):
         while not done:
             noise, at = choose.noise(length), positions[int(length) :][:verify_block]
             drafted = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)), noise)
@@ -198,15 +201,15 @@ def spec_generate(
 def _drafter(
     draft: DraftModel, target: Any, options: ResolvedOptions, total: int, device: torch.device
 ) -> Drafter:
-    """A drafter with the target's embedding and head, over `total` tokens of one request."""
+    """Make a drafter with the target's embedding and head, for `total` tokens of one request."""
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     groups = [
         KVGroup(
-            of,
-            DraftKVCache(total, of.kv_shape(draft.kv_shape), draft.dtype, device),
-            TorchAttention(of.layers, options.draft_block),
+            layers,
+            DraftKVCache(total, layers.kv_shape(draft.kv_shape), draft.dtype, device),
+            TorchAttention(layers.layers, options.draft_block),
         )
-        for of in draft.config.groups(options.reach)
+        for layers in draft.config.groups(options.reach)
     ]
     return Drafter(draft, TargetHead(embed, head), groups, options)
 
@@ -218,7 +221,7 @@ def _extend(
     limit: int,
     on_tokens: Callable[[list[int]], None] | None,
 ) -> bool:
-    """Append `new` up to the first stop token or the limit; returns True if that ends the text."""
+    """Append `new` up to the first stop token or the limit. Returns True if the text has ended."""
     ends = [i for i, token in enumerate(new) if token in stops]
     new = new[: min(ends[0] + 1 if ends else len(new), limit - len(result.tokens))]
     result.tokens += new

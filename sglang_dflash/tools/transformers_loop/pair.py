@@ -17,7 +17,7 @@ from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model
-from sglang_dflash.tools.transformers_loop.checks import device_named, dtype_named
+from sglang_dflash.tools.transformers_loop.checks import find_device, find_dtype
 
 logger = Log(__name__)
 
@@ -42,7 +42,7 @@ def load(
     """Load a pair, each a folder or a hub name.
 
     Args:
-        options: block size and context window, which are compared with the two models.
+        options: block size and context window, which are checked against both models.
         dtype: as torch names it; None for float32 on a CPU, bfloat16 elsewhere.
         device: as torch names it; None for the first GPU, or the CPU.
 
@@ -53,14 +53,14 @@ def load(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     options = options or Options()
-    on = device_named("device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    kind = dtype_named("dtype", dtype or ("float32" if on.type == "cpu" else "bfloat16"))
+    on = find_device("device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model_dtype = find_dtype("dtype", dtype or ("float32" if on.type == "cpu" else "bfloat16"))
     check_target_folder(target)
     folder = draft_folder(draft)
     config = DraftConfig.from_pretrained(folder)
     resolved = options.resolve(config)
     try:
-        # The target's weights come last: a draft that does not fit is refused within seconds.
+        # The target's weights are loaded last, so that a draft that does not fit is refused early.
         text = AutoConfig.from_pretrained(target).get_text_config()
         config.check_target(
             hidden_size=text.hidden_size,
@@ -73,9 +73,9 @@ def load(
         resolved.check_room(kv_tokens=None)
         for warning in resolved.warnings(config, {"verify_block": "block size"}):
             logger.warning("%s", warning)
-        network = load_model(folder, dtype=kind, device=on)
+        network = load_model(folder, dtype=model_dtype, device=on)
         tokenizer = AutoTokenizer.from_pretrained(target)
-        model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=kind).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=model_dtype).eval()
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
@@ -85,7 +85,7 @@ def load(
 
 
 def _stop_token_ids(target: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The generation config's, as in `generate`; the tokenizer's if the config names none."""
+    """Return the stop tokens of the generation config, as `generate` does; else the tokenizer's."""
     named = target.generation_config.eos_token_id
     if named is None:
         named = tokenizer.eos_token_id
@@ -103,13 +103,13 @@ def chat_tokens(
     """Token ids of a chat, up to the beginning of the assistant's answer.
 
     Args:
-        tokenizer: of Transformers.
+        tokenizer: a tokenizer of Transformers.
         messages: with the keys `role` and `content`.
         thinking: the template's `enable_thinking`; None for the template's default.
-        tools: that the template is told of.
+        tools: passed to the template.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or it does not take these messages.
+        ConfigError: the tokenizer has no chat template, or it does not accept these messages.
     """
     if not tokenizer.chat_template:
         required = "this model has no chat template; send the prompt as plain text"
@@ -122,8 +122,8 @@ def chat_tokens(
             messages, tokenize=False, add_generation_prompt=True, **extra
         )
     except TemplateError as error:
-        roles = " ".join(one["role"] for one in messages)
+        roles = " ".join(message["role"] for message in messages)
         required = f"the model's chat template does not take it ({cut(str(error))})"
         raise ConfigError("chat", roles, required) from error
-    # The text already holds the special tokens.
+    # The template has added the special tokens.
     return tokenizer(text, add_special_tokens=False)["input_ids"]

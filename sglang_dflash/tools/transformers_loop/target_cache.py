@@ -29,11 +29,11 @@ class TargetCache:
         layers = target.get_decoder().layers
         self._recurrent = {
             i: _recurrent_module(layers[i])
-            for i, kept in enumerate(cache.layers)
-            if hasattr(kept, "recurrent_states")
+            for i, layer in enumerate(cache.layers)
+            if hasattr(layer, "recurrent_states")
         }
         self._inputs: dict[int, Tensor] = {}
-        self._initial = self._before = self._copies()
+        self._initial = self._before = self._copy_states()
 
     def _states(self) -> dict[int, list[Tensor]]:
         """Convolution windows and states of every recurrent layer."""
@@ -43,7 +43,7 @@ class TargetCache:
             for i, layer in layers.items()
         }
 
-    def _copies(self) -> dict[int, list[Tensor]]:
+    def _copy_states(self) -> dict[int, list[Tensor]]:
         return {i: [t.clone() for t in states] for i, states in self._states().items()}
 
     def _restore(self, copies: dict[int, list[Tensor]]) -> None:
@@ -52,7 +52,7 @@ class TargetCache:
                 state.copy_(copy)
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def record_inputs(self) -> Iterator[None]:
         """Record the inputs of recurrent layers in this context, for `keep`."""
 
         def hook(i: int) -> Callable[..., None]:
@@ -72,17 +72,17 @@ class TargetCache:
                 handle.remove()
 
     def keep(self, count: int, verify_block: int) -> None:
-        """Keep the first `count` tokens of the last forward, drop the rest of `verify_block`."""
+        """Keep the first `count` of the `verify_block` tokens of the last forward."""
         if count < verify_block:
             self._crop(verify_block - count)
             self._restore(self._before)
             for i, module in self._recurrent.items():
                 module(hidden_states=self._inputs[i][:, :count], cache_params=self.cache)
         if self._recurrent:
-            self._before = self._copies()
+            self._before = self._copy_states()
 
     def reset(self, length: int) -> None:
-        """Roll back to construction, when the cache held `length` tokens."""
+        """Roll back to the state at construction, when the cache held `length` tokens."""
         self._crop(self.cache.get_seq_length() - length)
         self._restore(self._initial)
 
@@ -94,30 +94,30 @@ class TargetCache:
 
 
 @contextmanager
-def captured_hidden(target: Any, layer_ids: tuple[int, ...]) -> Iterator[Callable[[], Tensor]]:
+def capture_hidden(target: Any, layer_ids: tuple[int, ...]) -> Iterator[Callable[[], Tensor]]:
     """Capture the outputs of the target's layers `layer_ids` in this context.
 
     Yields:
         A function that returns the hidden states `[N, F * E]` of row 0 of the last forward.
     """
-    layers, kept = target.get_decoder().layers, {}
+    layers, outputs = target.get_decoder().layers, {}
 
     def keep(i: int) -> Callable[..., None]:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            kept[i] = output[0] if isinstance(output, tuple) else output
+            outputs[i] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
     handles = [layers[i].register_forward_hook(keep(i)) for i in layer_ids]
     try:
-        yield lambda: torch.cat([kept[i][0] for i in layer_ids], dim=-1)
+        yield lambda: torch.cat([outputs[i][0] for i in layer_ids], dim=-1)
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _recurrent_module(layer: Any) -> Any:
-    """The sub-module of a decoder layer that takes `cache_params`; ConfigError if there is none."""
+    """Return the sub-module of a decoder layer that takes `cache_params`. Raises ConfigError."""
     for module in layer.children():
         if "cache_params" in inspect.signature(module.forward).parameters:
             return module

@@ -58,7 +58,7 @@ def checked(
 ) -> tuple[int, str, str]:
     """The command on a machine with a GPU, whose parts give these figures."""
 
-    def run(of_the_plan: Mapping[str, plan.Part]) -> Iterator[dict[str, Any]]:
+    def run(of_the_plan: Mapping[str, plan.CheckPart]) -> Iterator[dict[str, Any]]:
         assert list(of_the_plan) == list(plan.plan(tiny=False))
         yield {"bandwidth": parts["bandwidth"]}
         yield parts
@@ -102,7 +102,7 @@ def test_a_goal_that_is_missed_is_told_and_no_reason(
     parts = {**GOOD, name: figures}
     status, shown, _ = checked(parts, monkeypatch, capsys, tmp_path / "report.json")
     assert status == 0 and f"slower than computed: {name}: " in shown and words in shown
-    assert verdict.wrong(parts) == [] and len(verdict.missed(parts)) == 1
+    assert verdict.find_failures(parts) == [] and len(verdict.find_missed_goals(parts)) == 1
 
 
 def test_without_a_gpu_it_says_so_in_a_line(
