@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 
-from sglang_dflash.checkpoint.published import FOLDER, published_pairs, shipped
+from sglang_dflash.checkpoint.published import published, published_pairs, shipped
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.memory.draft_memory import DraftMemory
 from sglang_dflash.serving.metrics.figures import COUNTS, SET_UP
@@ -167,19 +166,18 @@ def draft_memory() -> str:
 
 def published_drafts() -> str:
     """Drafts whose config is in the package."""
-    files = {json.loads(file.read_text())["name"]: file.name for file in FOLDER.glob("*.json")}
     head = (
         "target", "hybrid", "draft", "block", "draft layers", "more KV tokens", "mask token",
-        "served by", "facts",
+        "served by",
     )  # fmt: skip
     return table(head, (
-        _draft_row(target, draft, files[draft])
+        _draft_row(target, draft)
         for target, drafts in published_pairs().items()
         for draft in drafts
     ))  # fmt: skip
 
 
-def _draft_row(target: str, draft: str, file: str) -> tuple[str, ...]:
+def _draft_row(target: str, draft: str) -> tuple[str, ...]:
     serving = Serving(max_running_requests=8, kv_memory_gib=16)
     facts = inspect_pair(shipped("target")[target], shipped("draft")[draft], Options(), serving)
     gain, mask, reason = (
@@ -195,13 +193,12 @@ def _draft_row(target: str, draft: str, file: str) -> tuple[str, ...]:
         f"+{100 * gain:.1f} %" if gain else "none",
         "not seen" if mask is None else str(mask),
         f"{worker}: {reason}" if reason else worker,
-        f"[source](../{FOLDER.relative_to(DOCS.parent).as_posix()}/{file})",
     )
 
 
 def other_drafts() -> str:
     """Drafts of which no source shows the whole config."""
-    others = json.loads((FOLDER / "collection.json").read_text())["others"]
+    others = published()["others"]
     rows = [(name, facts["target"], facts["known"]) for name, facts in others.items()]
     return table(("draft", "target", "seen"), rows)
 

@@ -24,7 +24,10 @@ from sglang_dflash.checkpoint.stored import (
 )
 from sglang_dflash.common.errors import ConfigError
 
-FOLDER = Path(__file__).parent / "published"
+# `pairs`: target -> the drafts for it. `target` and `draft`: model -> its facts by the names of
+# `ModelFacts`; keys of a draft's config that have no effect are left out. `others`: a draft whose
+# config no source shows -> its target, and what is known.
+FILE = Path(__file__).parent / "published.json"
 _OTHER = {"target": "draft", "draft": "target"}
 
 
@@ -52,26 +55,23 @@ class ModelFacts:
 
 
 @cache
+def published() -> Mapping[str, Any]:
+    """The shipped facts of all published models: the object that `FILE` holds."""
+    return json.loads(FILE.read_text())
+
+
 def published_pairs() -> Mapping[str, list[str]]:
     """Published targets, each with the drafts for it."""
-    return json.loads((FOLDER / "collection.json").read_text())["pairs"]
+    return published()["pairs"]
 
 
 @cache
 def shipped(role: str) -> Mapping[str, ModelFacts]:
     """The shipped facts of that kind, "target" or "draft", by model name."""
-    facts = {}
-    for path in sorted(FOLDER.glob("*.json")):
-        raw = json.loads(path.read_text())
-        if raw["kind"] == role:
-            facts[raw["name"]] = ModelFacts(
-                name=raw["name"],
-                config=raw["config"],
-                weight_bytes=raw.get("weight_bytes"),
-                source=raw["source"],
-                unknown=tuple(raw.get("unknown", ())),
-            )
-    return facts
+    return {
+        name: ModelFacts(name=name, **{**row, "unknown": tuple(row.get("unknown", ()))})
+        for name, row in published()[role].items()
+    }
 
 
 def look_up(role: str, name: str, *, offline: bool = False) -> ModelFacts:
