@@ -47,7 +47,7 @@ def taken() -> set[str]:
     load_plugins()
     server = argparse.ArgumentParser()
     ServerArgs.add_cli_args(server)
-    main, verbs = cli._parsers()
+    main, verbs = cli._make_parsers()
     for verb, parser in verbs.items():
         cli.module(verb).arguments(parser)
     parsers = (server, main, published.command_line(), *verbs.values())

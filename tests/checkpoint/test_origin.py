@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash.checkpoint.origin import published_draft
-from sglang_dflash.checkpoint.published import FOLDER, shipped
+from sglang_dflash.checkpoint.published import published, shipped
 from sglang_dflash.common.errors import ConfigError
 
 DRAFT = "z-lab/Qwen3.8-27B-DFlash2"
@@ -77,7 +77,7 @@ def test_a_card_that_says_nothing_decides_nothing(card: str, tmp_path: Path) -> 
 
 
 def test_a_draft_without_a_whole_config_is_never_chosen() -> None:
-    others = json.loads((FOLDER / "collection.json").read_text())["others"]
+    others = published()["others"]
     assert others and not others.keys() & shipped("draft").keys()
     for facts in others.values():
         with contextlib.suppress(ConfigError):

@@ -37,7 +37,11 @@ def test_positions_of_a_recorded_answer() -> None:
     text = RecordedText(np.array([1, 2, 3, 4, 7, 8, 1, 2, 3, 4, 9]), 6)
     positions = recorded_positions(text, 1.0)
     assert [at.match for at in positions] == [0, 2, 3, 4]
-    assert positions[1].looked_up[:7] == [3, 4, 7, 8, 1, 2, 3] and positions[1].continuation == [3, 4, 9]
+    assert positions[1].looked_up[:7] == [3, 4, 7, 8, 1, 2, 3] and positions[1].continuation == [
+        3,
+        4,
+        9,
+    ]
     # Every draft is right: the answer's tokens after the prefill's take one step.
     assert tokens_per_step(positions, lambda at: at.drafts) == 4
     # No draft is right: a step each, but where lookup is taken.

@@ -54,8 +54,8 @@ def check_format(load_format: str | None) -> None:
     if load_format not in CHECKED_FORMATS:
         formats = ", ".join(repr(name) for name in CHECKED_FORMATS if name)
         required = (
-            f"one of {formats} is required; SGLANG_PLUGINS=dflash,dflash_cpu leaves the repairs out, "
-            "and with them this check"
+            f"one of {formats} is required; SGLANG_PLUGINS=dflash,dflash_cpu leaves the repairs "
+            "out, and with them this check"
         )
         raise ConfigError("load_format", load_format, required)
 

@@ -23,7 +23,8 @@ from sglang_dflash.tools.bench import datasets, load, report
 from sglang_dflash.tools.bench.compare import Ask, load_prompts
 from sglang_dflash.tools.bench.datasets import Prompt
 from sglang_dflash.tools.bench.load import BenchPass, Endpoint
-from sglang_dflash.tools.bench.settings import BenchSettings, make_folder
+from sglang_dflash.tools.bench.published_settings import PublishedSettings
+from sglang_dflash.tools.bench.settings import make_folder
 
 FOR_ALL = spelled(
     (
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     all ranks when the first one fails.
     """
     parser = command_line()
-    values = given(parser.parse_args(argv), BenchSettings)
+    values = given(parser.parse_args(argv), PublishedSettings)
     if not {"backend", "target"} <= set(values):
         parser.error("--backend and --model are required")
     try:
@@ -98,7 +99,7 @@ def command_line() -> argparse.ArgumentParser:
         "Transformers (torchrun shares the prompts out over ranks).",
     )
     counts = {**DEFAULTS, "num_prompts": f"{DEFAULTS['num_prompts']}; all for transformers"}
-    add_flags(parser, BenchSettings, FOR_ALL, counts)
+    add_flags(parser, PublishedSettings, FOR_ALL, counts)
     parser.add_argument(
         "--enable-thinking",
         dest="thinking",
@@ -108,15 +109,15 @@ def command_line() -> argparse.ArgumentParser:
         help="of the chat template, which is told not to think otherwise",
     )
     servers = parser.add_argument_group("for sglang and vllm")
-    add_flags(servers, BenchSettings, FOR_SERVERS, DEFAULTS)
-    add_flags(parser.add_argument_group("for transformers"), BenchSettings, FOR_PAIRS)
+    add_flags(servers, PublishedSettings, FOR_SERVERS, DEFAULTS)
+    add_flags(parser.add_argument_group("for transformers"), PublishedSettings, FOR_PAIRS)
     return parser
 
 
-def settings_of(fields: Mapping[str, Any]) -> BenchSettings:
+def settings_of(fields: Mapping[str, Any]) -> PublishedSettings:
     """Make the settings. Raises ConfigError if a value is out of range or does not fit another."""
     of_all = {"num_prompts": datasets.ALL} if fields["backend"] == "transformers" else {}
-    settings = BenchSettings(**{**DEFAULTS, **of_all, **fields})
+    settings = PublishedSettings(**{**DEFAULTS, **of_all, **fields})
     if not settings.dataset and settings.dataset_file is None:
         raise ConfigError("dataset", required="missing; give it or {dataset_file}")
     for field, chosen in (("dataset", settings.dataset), ("concurrency", settings.levels)):
@@ -128,7 +129,7 @@ def settings_of(fields: Mapping[str, Any]) -> BenchSettings:
     return settings
 
 
-def without_effect(settings: BenchSettings, fields: Mapping[str, Any]) -> list[str]:
+def without_effect(settings: PublishedSettings, fields: Mapping[str, Any]) -> list[str]:
     """Return a line for each flag that was given and has no effect."""
     unread = FOR_SERVERS if settings.backend == "transformers" else FOR_PAIRS
     lines = [
@@ -143,7 +144,10 @@ def without_effect(settings: BenchSettings, fields: Mapping[str, Any]) -> list[s
 
 
 def show(
-    settings: BenchSettings, result: dict[str, Any], lines: list[str], answers: list[dict[str, Any]]
+    settings: PublishedSettings,
+    result: dict[str, Any],
+    lines: list[str],
+    answers: list[dict[str, Any]],
 ) -> None:
     """Print the summary. Write figures and answers to `settings.output_file` if it is given."""
     print("\n".join(lines))
@@ -153,7 +157,7 @@ def show(
 
 
 def measure_server(
-    settings: BenchSettings, name: str, available: list[Prompt]
+    settings: PublishedSettings, name: str, available: list[Prompt]
 ) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
     """The figures of a running server, its summary, and the answers.
 
@@ -192,7 +196,7 @@ def measure_server(
     return result, server_lines(result), answers
 
 
-def _endpoint(settings: BenchSettings) -> Endpoint:
+def _endpoint(settings: PublishedSettings) -> Endpoint:
     """Return the endpoint. Raises Failed if the server is not of the backend's kind."""
     server = load.endpoint(settings.url)
     if settings.backend == "vllm":
@@ -207,7 +211,9 @@ def _endpoint(settings: BenchSettings) -> Endpoint:
     return load.SGLang(server.url, settings.sampling(load.SGLang.SEED), settings.timeout_s)
 
 
-def server_figures(settings: BenchSettings, dataset: str, bench_pass: BenchPass) -> dict[str, Any]:
+def server_figures(
+    settings: PublishedSettings, dataset: str, bench_pass: BenchPass
+) -> dict[str, Any]:
     """The figures of a pass, by name. Times of single tokens and answers are in ms."""
     lengths = [
         answer.tokens / answer.verify_steps

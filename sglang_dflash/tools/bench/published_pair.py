@@ -18,7 +18,7 @@ from sglang_dflash.common.progress import progress_bar
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.tools.bench.datasets import Prompt, encode_turn
-from sglang_dflash.tools.bench.settings import BenchSettings
+from sglang_dflash.tools.bench.published_settings import PublishedSettings
 from sglang_dflash.tools.transformers_loop.generation import (
     Generation,
     Prefill,
@@ -54,7 +54,7 @@ class PairAnswer:
 
 
 def measure_pair(
-    settings: BenchSettings, name: str, available: list[Prompt]
+    settings: PublishedSettings, name: str, available: list[Prompt]
 ) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]] | None:
     """Measure a pair. Returns figures, their summary and the answers; None except on rank 0.
 
@@ -87,7 +87,7 @@ def measure_pair(
 
 
 def _measure(
-    settings: BenchSettings, rank: int, ranks: int, prompts: list[Prompt]
+    settings: PublishedSettings, rank: int, ranks: int, prompts: list[Prompt]
 ) -> tuple[list[PairAnswer], int]:
     """Return this rank's answers, and the number of tokens that a step verifies."""
     options = Options(verify_block=settings.verify_block, window=settings.window)
@@ -130,7 +130,7 @@ def plain_generate(
 
 
 def answer_turn(
-    settings: BenchSettings,
+    settings: PublishedSettings,
     pair: LoadedPair,
     options: Options,
     index: int,
@@ -193,7 +193,11 @@ def time_run(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
 
 
 def pair_figures(
-    settings: BenchSettings, dataset: str, ranks: int, verify_block: int, measured: list[PairAnswer]
+    settings: PublishedSettings,
+    dataset: str,
+    ranks: int,
+    verify_block: int,
+    measured: list[PairAnswer],
 ) -> dict[str, Any]:
     """The figures of all answers, by name."""
     plain, dflash = ([getattr(answer, at) for answer in measured] for at in ("plain_s", "dflash_s"))

@@ -27,7 +27,7 @@ _UNSEEDED = {"builtin": "samples without regard to a seed"} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Settings of one `sglang-dflash bench`, or of one run of the published command.
+    """Settings of one `sglang-dflash bench`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -48,12 +48,6 @@ class BenchSettings:
         "a running server, SGLang or of the OpenAI API (vLLM), as an arm; repeat for more",
         metavar="NAME=URL",
     )
-    backend: str = setting(
-        "sglang",
-        "a running server, or a pair over Transformers",
-        choices=("sglang", "vllm", "transformers"),
-    )
-    url: str = setting("http://127.0.0.1:30000", "of the running server (default: {default})")
     pair: str | None = setting(
         None, "an embedded pair: dense, hybrid or smollm2 (default: {default})"
     )
@@ -61,8 +55,6 @@ class BenchSettings:
         None, "a folder or a hub name; of a running server, whose tokenizer it uses"
     )
     draft: str | None = setting(None, "a folder or a hub name")
-    verify_block: int | None = setting(None, "tokens verified per step (default: the draft's)")
-    window: int | None = setting(None, "committed tokens that the draft attends to (default: all)")
 
     # What is asked.
     dataset: tuple[str, ...] = setting(
@@ -80,7 +72,6 @@ class BenchSettings:
     num_prompts: int = setting(
         16, "measured prompts of a data set; if it is given, they repeat (default: {default})"
     )
-    max_samples: int | None = setting(None, "prompts at most (default: all)")
     seed: int = setting(0, "of the choice of prompts and of sampling (default: {default})")
     thinking: str | None = setting(
         None,
@@ -91,7 +82,6 @@ class BenchSettings:
     # How it is asked.
     concurrency: str = setting("1,8,16", "requests at a time (default: {default})", metavar="N")
     rounds: int = setting(3, "passes per arm and concurrency (default: {default})")
-    timeout_s: float = setting(3600, "of a request (default: {default})")
     max_new_tokens: int = setting(48, "per answer (default: {default})")
     temperature: float = setting(
         0.0, "0 is greedy (default); otherwise requests have a seed, so that arms can agree"
@@ -119,9 +109,6 @@ class BenchSettings:
     out: str = setting(
         "bench-results", "gets results.json and table.md (default: {default})", metavar="DIR"
     )
-    output_file: str | None = setting(
-        None, "also write the report to this file, as JSON", metavar="FILE"
-    )
     as_json: bool = setting(False, "print one JSON object in place of the table")
     picture: bool = setting(
         False,
@@ -130,12 +117,7 @@ class BenchSettings:
     command: str = ""
 
     def __post_init__(self) -> None:
-        for field in (
-            "num_prompts", "max_samples", "max_new_tokens", "rounds", "timeout_s", "top_k"
-        ):  # fmt: skip
-            value = getattr(self, field)
-            if value is not None and not value > 0:
-                raise ConfigError(field, value, "a positive number is required")
+        require_positive(self, "num_prompts", "max_new_tokens", "rounds", "top_k")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             required = "0 (greedy) or a positive number is required"
             raise ConfigError("temperature", self.temperature, required)
@@ -225,6 +207,14 @@ class BenchSettings:
         sets_width = any(flag.startswith(WIDTH) for flag in self.server_flags)
         runs_dflash = not self.arms or "dflash" in self.arms
         return bool(self.embedded and runs_dflash and not sets_width)
+
+
+def require_positive(settings: BenchSettings, *fields: str) -> None:
+    """Raise ConfigError if one of these fields is given and no positive number."""
+    for field in fields:
+        value = getattr(settings, field)
+        if value is not None and not value > 0:
+            raise ConfigError(field, value, "a positive number is required")
 
 
 def make_folder(field: str, folder: Path) -> Path:

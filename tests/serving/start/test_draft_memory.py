@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from experiments.launches import Scene, counted
+from experiments.launches import StepContents, record_launches
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.backend import Backend
 from sglang_dflash.drafting.attention.capabilities import Capabilities, split_bytes
@@ -236,7 +236,7 @@ def test_a_step_takes_no_more_than_was_reserved(
         tokens = torch.arange(RUNNING * block, device=CUDA)
         hidden = plan.model.fc.weight.new_empty(len(tokens), config.target_hidden_width)
         alive = Alive()
-        with counted(Scene([POSITIONS] * RUNNING)), alive:
+        with record_launches(StepContents([POSITIONS] * RUNNING)), alive:
             drafter.propose(rows, known)
             proposal, alive.most = alive.most, 0
             drafter.absorb(hidden, tokens, tokens, keep=tokens > 3)
@@ -257,7 +257,7 @@ def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> N
         hidden = plan.model.fc.weight.new_empty(RUNNING, width)
         rows = torch.arange(RUNNING, device=CUDA)[:, None]
         alive = Alive()
-        with counted(Scene([POSITIONS] * RUNNING)), alive:
+        with record_launches(StepContents([POSITIONS] * RUNNING)), alive:
             for _ in range(PLAIN_STEPS - 1):
                 waiting.add(range(RUNNING), hidden, rows, rows)
             kept = alive.most

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments.launches import Scene, counted
+from experiments.launches import StepContents, record_launches
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.tools.gpu_check.drafters import random_head, random_model
 from sglang_dflash.tools.gpu_check.floors import config_of
@@ -24,7 +24,7 @@ def most_bytes(shape: str, requests: int) -> int:
         hidden = model.fc.weight.new_empty(requests, config.block_size, config.hidden_size)
         ids = rows[:, None].expand(-1, config.block_size - 1)
         noise = BlockNoise(rows, rows.float(), rows)
-        with counted(Scene([100] * requests)), Alive() as alive:
+        with record_launches(StepContents([100] * requests)), Alive() as alive:
             short = head.shortfall(hidden, rows, ids, noise)
     assert short.shape == ids.shape
     return alive.most

@@ -13,7 +13,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments.launches import Scene, bytes_of, counted
+from experiments.launches import StepContents, bytes_of, record_launches
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32
 from sglang_dflash.serving.start import build
@@ -133,7 +133,7 @@ def test_logits_are_read_once() -> None:
         logits = torch.empty(rows * width, vocabulary)
         block = torch.zeros(rows, width, dtype=torch.int64)
         batch = batch_of(sampling_info=info)
-        with counted(Scene([])) as found:
+        with record_launches(StepContents([])) as found:
             tokens(batch, output_of(logits), block, block, lambda: None)
     assert bytes_of(found) < 1.01 * logits.nbytes
     assert len(found) < 10

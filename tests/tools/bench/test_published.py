@@ -17,7 +17,7 @@ from sglang_dflash.common.command_line import given
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.tools.bench import published
 from sglang_dflash.tools.bench.published import main
-from sglang_dflash.tools.bench.settings import BenchSettings
+from sglang_dflash.tools.bench.published_settings import PublishedSettings
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.tools.bench.fake_server import FakeServer
 
@@ -35,9 +35,9 @@ TRANSFORMERS = (
 )
 
 
-def parse(command: str) -> tuple[BenchSettings, list[str]]:
+def parse(command: str) -> tuple[PublishedSettings, list[str]]:
     """The settings, and the flags of which a warning is given."""
-    values = given(published.command_line().parse_args(shlex.split(command)), BenchSettings)
+    values = given(published.command_line().parse_args(shlex.split(command)), PublishedSettings)
     settings = published.settings_of(values)
     warnings = published.without_effect(settings, values)
     return settings, [line.split()[0] for line in warnings]

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_dflash.tools.bench.published import main
 from sglang_dflash.tools.bench.published_pair import PairAnswer, pair_figures, pair_lines
-from sglang_dflash.tools.bench.settings import BenchSettings
+from sglang_dflash.tools.bench.published_settings import PublishedSettings
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 PAIR = demo_pair("dense")
@@ -28,7 +28,7 @@ def test_figures_are_exact_counts() -> None:
         # The first token is the prefill's.
         return PairAnswer(0, 0, "", [7] * (1 + sum(kept)), kept, True, plain_s, dflash_s)
 
-    settings = BenchSettings(target="T", draft="D", dataset=("demo",))
+    settings = PublishedSettings(target="T", draft="D", dataset=("demo",))
     measured = [one([3, 4, 1], 0.2, 0.1), one([2], 0.4, 0.1)]
     found = pair_figures(settings, "demo", 2, 4, measured)
     # 8 and 2 tokens in 3 and 1 steps; z-lab: the mean of 8 / 3 and 2.
