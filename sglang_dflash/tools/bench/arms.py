@@ -51,7 +51,7 @@ def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
     if settings.embedded:
         pair = demo_pair(settings.embedded)
         target, draft = str(pair.target), str(pair.draft)
-        base = _embedded_server(settings, accelerator)
+        base = _embedded_server(settings)
     else:
         target, draft = settings.target or "", settings.draft or ""
         base = _given_server(settings)
@@ -116,7 +116,7 @@ def _vllm_arms(
     return {"vllm": plain, "vllm-dflash": replace(plain, draft=draft, flags=with_draft)}
 
 
-def _embedded_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
+def _embedded_server(settings: BenchSettings) -> ServerConfig:
     pair = demo_pair(settings.embedded or "")
     config = demo_config(pair, dflash=False).with_flags(_common_flags(settings))
     if not pair.is_hybrid:
