@@ -204,24 +204,3 @@ def test_folders_have_the_published_shapes(tmp_path: Path) -> None:
         folder_of("draft", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", tmp_path)
     own = demo_pair("dense").target
     assert folder_of("target", str(own), tmp_path) == own
-
-
-@pytest.mark.engine
-@pytest.mark.long
-def test_three_real_servers(tmp_path: Path) -> None:
-    pair = demo_pair("dense")
-    argv = ["gpu_servers", "--target", str(pair.target), "--draft", str(pair.draft)]
-    argv += ["--concurrency", "1,4", "--max-new-tokens", "33"]
-    flags = ["--flags", "--max-total-tokens 16384 --sleep-on-idle"]
-    out = tmp_path / "servers.json"
-    assert runner.main([*argv, *flags, "--prompt-tokens", "64", "--out", str(out)]) == 0
-    result = json.loads(out.read_text())
-    assert {name: server["worker"].split()[0] for name, server in result["servers"].items()} == {
-        "ar": "plain", "builtin": "builtin", "dflash": "sglang-dflash"
-    }  # fmt: skip
-    for name, server in result["servers"].items():
-        assert server["kv_tokens"] == 16384 and server["dtype"] == "bfloat16"
-        for level in server["levels"].values():
-            assert level["acceptance_length"] == (None if name == "ar" else 4.0)
-    assert all(set(levels) == {"1", "4"} for levels in result["speedup"].values())
-    assert set(result["step_time_ratio"]["dflash"]) == {"1", "4"}

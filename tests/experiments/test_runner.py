@@ -101,11 +101,6 @@ def test_the_help_lists_every_experiment(capsys: pytest.CaptureFixture[str]) -> 
     assert all(name in shown.out and name in shown.err for name in runner.experiments())
 
 
-def test_arms_of_an_experiment_differ() -> None:
-    arms = target_kv_tokens.arms()
-    assert len(set(map(str, arms.values()))) == len(arms)
-
-
 def committed_results() -> list[tuple[list[str], dict[str, Any]]]:
     """Arguments of `python -m experiments` and the result of each."""
     results = [json.loads(p.read_text()) for p in sorted((runner.HOME / "results").glob("*.json"))]
