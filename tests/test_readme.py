@@ -1,4 +1,4 @@
-"""The README: its length and order, flags, and what a commit must not contain."""
+"""Flags that the pages name, and what a commit must not contain."""
 
 from __future__ import annotations
 
@@ -12,19 +12,6 @@ from tests import ROOT
 
 README = (ROOT / "README.md").read_text()
 PAGES = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
-
-
-def line_of(text: str) -> int:
-    """The number, from 1, of the first line that contains `text`."""
-    return next(i for i, line in enumerate(README.splitlines(), 1) if text in line)
-
-
-def test_it_is_short_and_begins_with_what_a_user_needs() -> None:
-    assert len(README.splitlines()) <= 90 and len(README.split()) <= 900
-    first_screen = README.partition("\n## ")[0].splitlines()
-    assert len(first_screen) <= 32 and max(map(len, first_screen)) <= 100
-    assert line_of("No published draft's weights") <= 15
-    assert line_of("pip install") <= 30
 
 
 @pytest.mark.engine

@@ -1,4 +1,4 @@
-"""Result files name their command and machine, and the README's results are theirs."""
+"""Result files name their command and machine, and the README's numbers are fields of theirs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,44 @@ from tests import ROOT
 
 FILES = sorted((ROOT / "experiments/results").rglob("*.json"))
 RESULTS = {path.stem: json.loads(path.read_text()) for path in FILES}
-ROWS = re.findall(
-    r"^\| (.+) \| (.+) \| `(.+)` \|$",
-    (ROOT / "README.md").read_text().partition("## Results")[2].partition("\n## ")[0],
-    re.M,
-)
+README = " ".join((ROOT / "README.md").read_text().split())
+# A sentence or row of the README, the result that it tells, and the field of each number.
+CLAIMS = (
+    (r"draft answers \*\*(\S+)x as fast as without\*\*", "demo_smollm2_cpu", "speedup"),
+    (r"chats (\S+)x, code (\S+)x, edits (\S+)x", "demo_smollm2_cpu",
+     "speedup_by_task.chat speedup_by_task.code speedup_by_task.edits"),
+    (r"Qwen3\.5-27B's KV holds \*\*(\d+) such sessions, (\d+) with SGLang's worker\*\*, (\d+) "
+     r"without a draft", "gpu_servers_27b_h200",
+     "servers.dflash.sessions servers.builtin.sessions servers.ar.sessions"),
+    (r"a step takes (\S+) to (\S+) of its time", "gpu_servers_27b_h200",
+     "step_time_ratio.dflash.8 step_time_ratio.dflash.1"),
+    (r"Qwen3-8B's (\S+) to (\S+) \(", "gpu_servers_8b_h200",
+     "step_time_ratio.dflash.8 step_time_ratio.dflash.32"),
+    (r"\| (\S+)x \| `bash launch/demo\.sh --check` \|", "demo_smollm2_cpu", "speedup"),
+    (r"SGLang's worker (\S+ %)\) \| (\S+ %) \| `python -m experiments target_kv_tokens` \|",
+     "target_kv_tokens_cpu", "share_of_plain.builtin share_of_plain.bounded"),
+    (r"\| (\S+), (\S+), (\S+) \| `python -m experiments gpu_servers --target Qwen/Qwen3-8B` \|",
+     "gpu_servers_8b_h200",
+     "step_time_ratio.dflash.1 step_time_ratio.dflash.8 step_time_ratio.dflash.32"),
+    (r"\| (\d+) \((\d+); (\d+)\) \| `python -m experiments gpu_servers --target Qwen/Qwen3\.5-27B`",
+     "gpu_servers_27b_h200", "servers.dflash.running_requests servers.builtin.running_requests "
+     "servers.ar.running_requests"),
+)  # fmt: skip
 
 
-def leaves(of: Any) -> Iterator[tuple[str, Any]]:
+def leaves(result: Any) -> Iterator[tuple[str, Any]]:
     """The values in a result, each with the name of its field."""
-    for key, value in of.items() if isinstance(of, dict) else enumerate(of):
+    for key, value in result.items() if isinstance(result, dict) else enumerate(result):
         if isinstance(value, dict | list):
             yield from leaves(value)
         else:
             yield str(key), value
+
+
+def field_of(result: Any, path: str) -> float:
+    for name in path.split("."):
+        result = result[name]
+    return result
 
 
 @pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
@@ -35,15 +59,23 @@ def test_a_result_has_its_command_and_machine_and_exact_outputs(result: dict[str
     assert all(value is True for name, value in leaves(result) if name == "identical")
 
 
-@pytest.mark.parametrize("what, shown, command", ROWS, ids=[what[:40] for what, *_ in ROWS])
-def test_the_readmes_numbers_are_those_of_the_command(what: str, shown: str, command: str) -> None:
-    (result,) = [r for r in RESULTS.values() if f"{r['command']} ".startswith(f"{command} ")]
-    values = [value for _, value in leaves(result) if isinstance(value, float)]
-    for number in re.findall(r"\d+\.\d+", shown):
+@pytest.mark.parametrize(("claim", "result", "fields"), CLAIMS, ids=[c[0][:40] for c in CLAIMS])
+def test_a_number_of_the_readme_is_its_field(claim: str, result: str, fields: str) -> None:
+    (shown,) = re.finditer(claim, README)
+    for text, path in zip(shown.groups(), fields.split(), strict=True):
+        number, _, percent = text.partition(" ")
         digits = len(number.partition(".")[2])
-        found = {round(v, digits) for v in values} | {round(100 * v, digits) for v in values}
-        assert float(number) in found, f"{what}: {number}"
+        value = field_of(RESULTS[result], path) * (100 if percent else 1)
+        assert float(number) == pytest.approx(value, abs=0.501 * 10**-digits), path
 
 
-def test_the_readme_shows_results() -> None:
-    assert len(ROWS) == 4
+def test_every_row_of_the_results_is_a_claim() -> None:
+    """And its command is that of the result."""
+    table = README.partition("## Results")[2].partition(" ## ")[0]
+    rows = re.findall(r"\| `([^`]+)` \|", table)
+    told = {match[0]: result for claim, result, _ in CLAIMS for match in re.finditer(claim, table)}
+    assert rows and len(told) == len(rows)
+    for row, result in told.items():
+        (command,) = re.findall(r"`([^`]+)`", row)
+        assert command in rows
+        assert f"{RESULTS[result]['command']} ".startswith(f"{command} ")
