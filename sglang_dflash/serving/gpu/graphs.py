@@ -17,7 +17,7 @@ from sglang_dflash.drafting.self_check import check_recording
 logger = Log(__name__)
 
 
-# Below that much free memory, of the rank that has least, SGLang records no draft graphs either.
+# SGLang records no draft graphs if a rank has less free memory than this, and neither do we.
 LEAST_FREE_GIB = 1.0
 
 
@@ -67,7 +67,7 @@ class CudaGraphRecorder:
         return graph.replay
 
     def free_gib(self) -> float:
-        """Free memory of the rank that has least."""
+        """Return the minimum of free GPU memory over all ranks, in GiB."""
         from sglang.srt.utils.common import get_available_gpu_memory
 
         several, index = self._group.world_size > 1, torch.cuda.current_device()

@@ -58,7 +58,7 @@ class HostTier:
     def __init__(self, groups: Sequence[KVGroup], running: int, sends: bool = False) -> None:
         """`groups`: with tags; `running`: requests, at most; `sends`: whether draft K/V goes on to
         another server, from the slots as they are."""
-        # What is soon done first: a long prefix of one group does not keep the others waiting.
+        # Groups with a window come first: their copies are short, and need not wait for a long one.
         self._groups = sorted(groups, key=lambda group: not group.reach.is_bounded)
         self._running, self._sends = running, sends
         tags = groups[0].cache.tags

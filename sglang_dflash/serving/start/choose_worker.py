@@ -272,7 +272,7 @@ def builtin_worker(theirs: type, reason: str) -> type:
 
 
 def unserved(server_args: Any, settings: Any, folder: str) -> str | None:
-    """The draft feature or server setting for whose sake SGLang's own worker serves, or None."""
+    """Return the draft feature or server setting that only SGLang's own worker serves, or None."""
     try:
         DraftConfig.from_pretrained(folder)
     except UnsupportedDraft as reason:

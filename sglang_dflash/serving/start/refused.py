@@ -57,7 +57,7 @@ def why_not_adaptive(settings: Any, device: str) -> str | None:
     if it can."""
     if settings.enable_deterministic_inference:
         return (
-            "depends on how long steps take, and --enable-deterministic-inference is given; give "
+            "depends on measured step times, which --enable-deterministic-inference excludes; give "
             "fixed"
         )
     if device not in ("cpu", "cuda"):

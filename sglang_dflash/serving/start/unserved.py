@@ -191,7 +191,7 @@ UNSERVED = (
 
 
 def builtin_reason(settings: Any, attention: str | None) -> str | None:
-    """The first setting for whose sake SGLang's own worker serves; None without one.
+    """Return the first setting that only SGLang's own worker serves; None without one.
 
     Args:
         settings: SGLang's, resolved, or `CommandLineSettings`.

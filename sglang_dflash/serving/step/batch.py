@@ -98,8 +98,8 @@ def _count_in(batch: ScheduleBatch, tokens: int) -> None:
 
 
 def replace_hidden_states(batch: ScheduleBatch, output: Any) -> None:
-    """In place of the hidden states that the drafter has read, leave the last layer's if a request
-    asks for them. The overlap loop copies what is left to the host."""
+    """Drop the hidden states that the drafter has read, which the overlap loop would copy to the
+    host, and keep the last layer's if a request asks for them."""
     last, output.hidden_states, output.last_hidden_states = output.last_hidden_states, None, None
     if not batch.return_hidden_states or last is None:
         return

@@ -181,8 +181,8 @@ def repeated_sampling_info(info: SamplingBatchInfo, times: int) -> SamplingBatch
 
 
 def is_unfiltered(batch: ScheduleBatch) -> bool:
-    """Return whether every request samples from its whole distribution or is greedy, and none asks
-    for its sampling mask."""
+    """Return True if no sampled request uses top-k, top-p or min-p, and none asks for its sampling
+    mask."""
     info = batch.sampling_info
     if info.need_top_p_sampling or info.need_min_p_sampling:
         return False

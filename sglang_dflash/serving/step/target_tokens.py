@@ -129,7 +129,7 @@ class TargetTokens:
         return to_device(torch.tensor(mask), batch.seq_lens.device)
 
     def _warn(self, request: Any) -> None:
-        """Log once of each kind why requests take one token per step."""
+        """Log each reason why requests take one token per step, once."""
         reasons = {
             "a custom logit processor: their logits may depend on each token before": bool(
                 request.custom_logit_processor
@@ -140,7 +140,7 @@ class TargetTokens:
         for reason, holds in reasons.items():
             if holds and reason not in self._warned:
                 self._warned.add(reason)
-                logger.warning("requests take one token per step, for they have %s", reason)
+                logger.warning("decoding one token per step for requests with %s", reason)
 
 
 def takes_one_token(request: Any) -> bool:
