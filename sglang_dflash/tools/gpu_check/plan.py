@@ -116,8 +116,8 @@ def _run(part: CheckPart) -> dict[str, Any]:
 
 
 def _compare_with_floor(figures: dict[str, Any], bandwidth: float | None) -> None:
-    """Add `graph_over_floor` to each phase: the time from a graph, divided by the time of the fewest
-    bytes at a copy's bandwidth."""
+    """Add `graph_over_floor` to each phase: the time from a graph, divided by the time of the
+    fewest bytes at a copy's bandwidth."""
     for timed in figures.values():
         if bandwidth and isinstance(timed, dict) and "graph_ms" in timed:
             floor_ms = 1000 * timed["floor_bytes"] / bandwidth
