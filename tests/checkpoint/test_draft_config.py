@@ -12,6 +12,7 @@ from sglang_dflash.checkpoint.target_layers import default_target_layer_ids
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.drafting.options import Options
 from tests.conftest import raw_config, with_own
+from tests.errors import refused
 
 
 def test_published_fields_are_read() -> None:
@@ -69,17 +70,16 @@ UNSUPPORTED = {
 def test_other_drafts_are_told_apart_from_mistakes(field: str) -> None:
     """Mistakes are in tests/broken_drafts.py, keys of other drafts in
     tests/checkpoint/test_draft_keys.py."""
-    with pytest.raises(UnsupportedDraft) as refused:
+    with refused(f"{field} in the draft's config.json", error=UnsupportedDraft):
         DraftConfig.from_dict(UNSUPPORTED[field])
-    assert refused.value.field == f"{field} in the draft's config.json"
 
 
 def test_a_draft_that_does_not_tell_the_targets_depth_fits_by_the_layers_that_it_reads() -> None:
     config = DraftConfig.from_dict(raw_config(num_target_layers=None))
     config.check_target(hidden_size=32, vocab_size=64, num_layers=4)
-    with pytest.raises(ConfigError, match=r"target_layer_ids .*\[1, 3\]; ids below 3"):
+    with refused("target_layer_ids in the draft's config.json", [1, 3]):
         config.check_target(hidden_size=32, vocab_size=64, num_layers=3)
-    with pytest.raises(ConfigError, match=r"num_target_layers .* without target_layer_ids"):
+    with refused("num_target_layers in the draft's config.json", ...):
         DraftConfig.from_dict(
             raw_config(num_target_layers=None, dflash_config={"mask_token_id": 1})
         )
@@ -90,12 +90,9 @@ def test_a_pair_that_does_not_fit_is_refused(name: str) -> None:
     target = {"hidden_size": 32, "vocab_size": 64, "num_target_layers": 6, name: 999}
     target["num_layers"] = target.pop("num_target_layers")
     config = DraftConfig.from_dict(raw_config())
-    with pytest.raises(
-        ConfigError, match="the target's is 999: this draft is for another target"
-    ) as refused:
+    field = f"{name} in the draft's config.json"
+    with refused(field, getattr(config, name), reason="the target's is 999"):
         config.check_target(**target)
-    assert refused.value.field == f"{name} in the draft's config.json"
-    assert refused.value.value == getattr(config, name)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +111,11 @@ def test_a_pair_that_does_not_fit_is_refused(name: str) -> None:
     ],
 )
 def test_options_are_checked(options: dict, required: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error:
         Options(**options).resolve(DraftConfig.from_dict(raw_config()))
     ((field, value),) = options.items()
-    assert (refused.value.field, refused.value.value) == (field, value)
-    assert re.search(required, refused.value.required)
+    assert (error.value.field, error.value.value) == (field, value)
+    assert re.search(required, error.value.required)
 
 
 def test_options_take_the_checkpoints_block_and_size_the_cache() -> None:

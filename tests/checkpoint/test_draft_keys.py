@@ -22,6 +22,7 @@ from sglang_dflash.common.errors import ConfigError, UnsupportedDraft, cut
 from sglang_dflash.drafting.options import Options
 from tests.checkpoint.test_fuzz import bounded, values
 from tests.conftest import raw_config
+from tests.errors import refused
 from tests.speculators import layout
 
 BASE = DraftConfig.from_dict(raw_config())
@@ -137,10 +138,10 @@ def test_a_key_that_is_read_decides_something(path: str) -> None:
     if isinstance(differs, dict):
         assert config_with(*beside, (path, value)) == replace(BASE, **differs)
         return
-    with pytest.raises(differs) as refused:
+    with pytest.raises(differs) as error:
         config_with(*beside, (path, value))
-    assert type(refused.value) is differs
-    assert refused.value.field == f"{path} in the draft's config.json"
+    assert type(error.value) is differs
+    assert error.value.field == f"{path} in the draft's config.json"
 
 
 @pytest.mark.parametrize("value", [True, 1, 0.5, "float16", {}, [], None])
@@ -160,17 +161,16 @@ def test_a_key_of_other_drafts_goes_to_the_built_in_worker(name: str, place: str
     for value in (7, True, "domino", {"quant_method": "fp8"}, [1], {}):
         if value in neutral:
             continue
-        with pytest.raises(UnsupportedDraft) as refused:
+        with refused(f"{place}{name} in the draft's config.json", error=UnsupportedDraft):
             config_with((place + name, value))
-        assert refused.value.field == f"{place}{name} in the draft's config.json"
 
 
 @pytest.mark.parametrize("beside", [{}, {"draft_vocab_size": 64}, {"draft_vocab_size": 32}])
 def test_an_lm_head_of_its_own_is_declared_by_draft_vocab_size(beside: dict[str, int]) -> None:
     """No `lm_head.weight` is read because of `has_lm_head`, and none is ignored in spite of it."""
-    with pytest.raises(UnsupportedDraft) as refused:
+    with pytest.raises(UnsupportedDraft) as error:
         config_with(("has_lm_head", True), *beside.items())
-    assert "an lm_head of its own, but by draft_vocab_size" in refused.value.required
+    assert "an lm_head of its own, but by draft_vocab_size" in error.value.required
     served = config_with(("has_lm_head", False), *beside.items())
     assert ("lm_head.weight" in expected_tensors(served)) == (32 in beside.values())
 
@@ -202,9 +202,8 @@ def test_an_unknown_key_of_the_rotary_embedding_is_refused(
     place: str, name: str, value: Any
 ) -> None:
     assume(value is not None and name not in ("factor", "type"))
-    with pytest.raises(UnsupportedDraft) as refused:
+    with refused(f"{place}{name} in the draft's config.json", error=UnsupportedDraft):
         config_with(("rope_scaling", {}), ("rope_parameters", {}), (f"{place}{name}", value))
-    assert refused.value.field == f"{place}{name} in the draft's config.json"
 
 
 PATHS = sorted({*read_keys(), *TRAINING, *FOREIGN, *EXAMPLES})
@@ -256,9 +255,9 @@ CONTRADICTIONS = {
 
 
 def test_the_error_names_both_places() -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error:
         config_with(*CONTRADICTIONS["two thetas"])
-    assert str(refused.value) == (
+    assert str(error.value) == (
         "rope_theta in the draft's config.json: 10000.0; 1e+06, as in rope_parameters.rope_theta, "
         "is required"
     )
@@ -266,9 +265,9 @@ def test_the_error_names_both_places() -> None:
 
 @pytest.mark.parametrize("what", CONTRADICTIONS)
 def test_keys_that_contradict_each_other_are_refused(what: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error:
         config_with(*CONTRADICTIONS[what])
-    assert not isinstance(refused.value, UnsupportedDraft)
+    assert not isinstance(error.value, UnsupportedDraft)
 
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_keys.json").read_text())
@@ -277,16 +276,15 @@ PUBLISHED = json.loads((Path(__file__).parent / "published_keys.json").read_text
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs(name: str) -> None:
     """Whole files as their publishers have them, or as the named exporter writes them."""
-    raw, refused = PUBLISHED[name]["config"], PUBLISHED[name].get("refused")
-    if refused is None:
+    raw, key = PUBLISHED[name]["config"], PUBLISHED[name].get("refused")
+    if key is None:
         config = DraftConfig.from_dict(raw)
         assert config.unknown_keys == ()
         assert [[la.sliding_window, la.causal] for la in config.layers] == PUBLISHED[name]["layers"]
         assert list(config.target_layer_ids) == PUBLISHED[name]["target_layer_ids"]
         return
-    with pytest.raises(UnsupportedDraft) as error:
+    with refused(f"{key} in the draft's config.json", error=UnsupportedDraft):
         DraftConfig.from_dict(raw)
-    assert error.value.field == f"{refused} in the draft's config.json"
 
 
 def test_the_layout_of_speculators_is_the_same_draft() -> None:
@@ -318,7 +316,7 @@ def test_the_layout_of_speculators_is_the_same_draft() -> None:
 )
 def test_other_keys_of_that_layout_are_refused(changes: dict[str, Any], field: str) -> None:
     """SGLang's worker reads no draft of that layout."""
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error:
         DraftConfig.from_dict(layout(raw_config(), **changes))
-    assert not isinstance(refused.value, UnsupportedDraft)
-    assert refused.value.field == f"{field} in the draft's config.json"
+    assert not isinstance(error.value, UnsupportedDraft)
+    assert error.value.field == f"{field} in the draft's config.json"

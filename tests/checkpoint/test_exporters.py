@@ -16,6 +16,7 @@ from sglang_dflash.checkpoint.heads.dflash2 import Convolution, DFlash2Config, S
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.drafting.weights import load_model
 from tests import ROOT
+from tests.errors import refused
 
 PAGE = (ROOT / "docs/training.md").read_text()
 NETWORK: dict[str, Any] = {
@@ -104,7 +105,7 @@ RENAMED = {
 
 
 def test_torchspec(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedDraft, match="model_type"):
+    with refused("model_type in the draft's config.json", "dflash", error=UnsupportedDraft):
         DraftConfig.from_dict(TORCHSPEC)
     # With the name alone, its number of features would be taken for the target's layers.
     with pytest.raises(ConfigError):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.backend import TORCH, choose_attention
 from sglang_dflash.drafting.attention.capabilities import Capabilities
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from tests.conftest import raw_config
+from tests.errors import refused
 
 SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 6}
 
@@ -39,10 +39,9 @@ def test_what_a_backend_cannot_serve_is_refused_with_the_list(
 ) -> None:
     table = {"torch": TORCH, "narrow": replace(TORCH, capabilities=NARROW)}
     given = config(**changes), torch.device(device), table
-    with pytest.raises(ConfigError) as refused:
+    with refused("attention", name) as error:
         choose_attention(name, *given, torch.float32)
-    assert (refused.value.field, refused.value.value) == ("attention", name)
-    assert refused.value.required == f"{obstacle}; choose one of ['torch']"
+    assert error.value.required == f"{obstacle}; choose one of ['torch']"
     assert choose_attention("torch", *given) == choose_attention(None, *given) == "torch"
 
 

@@ -153,7 +153,7 @@ def test_half_a_pair_and_an_unfit_pair_are_refused(
 @pytest.mark.parametrize("given", [None, "ACTIVE"])
 def test_waiting_threads_sleep_unless_the_user_says_otherwise(given: str | None) -> None:
     code = (
-        "import os\nfrom sglang_dflash import cli\n"
+        "import os\nfrom sglang_dflash.tools import cli\n"
         "assert cli.main(['generate', '--prompt', 'a', '--device', 'abacus']) == 1\n"
         "print(os.environ['OMP_WAIT_POLICY'])"
     )
