@@ -226,13 +226,12 @@ def marked(page: Path) -> Iterator[re.Match[str]]:
 
 
 def current(text: str) -> str:
-    """Return a page's text with its tables written anew. Raises KeyError: there is no such
-    table."""
-    return MARKED.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", text)
+    """Return a page's text with current tables. Raises KeyError if there is no such table."""
+    return MARKED.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit status."""
+    """Write or check the tables. Returns the exit status."""
     parser = argparse.ArgumentParser(description="write the tables of docs/ that repeat the code")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if one is old")
     check = parser.parse_args(argv).check

@@ -238,7 +238,8 @@ def create_on_host(original: Any, *args: Any, **kwargs: Any) -> None:
 def send_pages_without_event(
     has_sender: bool, _queue: Any, req: Any, *_args: Any, **_kwargs: Any
 ) -> bool:
-    """After a request got its sender: send page numbers at once, since they are in host memory."""
+    """After a request got its sender: send page numbers without a pinned copy and an event, since
+    they are in host memory already."""
     if has_sender:
         req.disagg_kv_sender.supports_host_tensor_indices = False
     return has_sender

@@ -61,7 +61,7 @@ PATIENCE = 16
 
 
 def run_loop(original: Any, scheduler: Any) -> None:
-    """Around `_dispatch_event_loop_once`."""
+    """Around `_dispatch_event_loop_once`: enter the loop again after a contained failure."""
     why_off = unsupported_setting(scheduler)
     containment = Containment(scheduler, why_off)
     setattr(scheduler, ATTRIBUTE, containment)
@@ -90,7 +90,7 @@ def plan_batch(original: Any, scheduler: Any, *args: Any, **batches: Any) -> Any
 
 
 def remember_result(scheduler: Any, batch: Any, _result: Any) -> None:
-    """Before `Scheduler.process_batch_result`."""
+    """Before `Scheduler.process_batch_result`: remember the batch's requests as they are."""
     containment = _active(scheduler)
     if containment is not None:
         containment.result = [recovery.RequestSnapshot.of(request) for request in batch.reqs]

@@ -223,7 +223,8 @@ def _empty(scheduler: Any) -> None:
     scheduler._pending_chunked_abort_req = None
     scheduler.waiting_queue = []
     scheduler.result_queue.clear()
-    # The event of a forward that never finished: the next forward would wait for it.
+    # Left by a forward whose barrier never ran. The next barrier would wait for this event, and not
+    # for its own forward.
     scheduler.model_worker.last_shared_read_runner.shared_read_done_event = None
     manager = scheduler.grammar_manager
     with restored(manager, "grammar_queue"):

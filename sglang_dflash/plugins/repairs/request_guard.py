@@ -1,9 +1,9 @@
-"""Requests that would end the server, or be answered with HTTP 500, are refused with HTTP 400.
+"""HTTP 400 for requests that would end the server, or be answered with HTTP 500.
 
-SGLang checks a request in the process that tokenizes it, and not every value that its scheduler
-cannot take. An exception in the scheduler ends the server. `check_shape` runs before SGLang takes a
-request apart, `check_and_create` on every single request once it is tokenized, before it is sent to
-the scheduler. Both raise ValueError, which SGLang's HTTP handlers answer with status 400 and
+SGLang checks a request in the process that tokenizes it, but not every value that its scheduler
+cannot handle, and an exception in the scheduler ends the server. `check_shape` runs before SGLang
+splits a batch into requests, `check_and_create` on every tokenized request before it is sent to the
+scheduler. Both raise ValueError, which SGLang's HTTP handlers answer with status 400 and
 `Engine.generate` passes on. docs/upstream.md describes what happens without them.
 """
 
@@ -34,7 +34,7 @@ FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 MAX_CHOICES = 4096
 # It also tokenizes and compiles stops there, one after the other.
 MAX_STOPS = 128
-# What a batch gives once, or as a list of one value per request.
+# Fields of a batch that hold one value for all, or a list with one value per request.
 ONE_EACH = (
     "sampling_params",
     "positional_embed_overrides",
@@ -52,11 +52,11 @@ ONE_EACH = (
     "bootstrap_pair_key",
     "decode_tp_size",
 )
-# Places in the prompt.
+# Fields that hold positions in the prompt.
 POSITIONS = ("token_indices_to_pool", "multi_item_delimiter_indices")
-# A request by itself takes a list of them; a batch takes one value per request.
+# Fields that hold a list in a single request, and one value per request in a batch.
 ONE_EACH_OF_A_BATCH = ("video_data", "audio_data", "modalities", *POSITIONS)
-# What SGLang indexes by request without repeating it for each choice of `n`, or for a batch.
+# Fields that SGLang indexes by request, but does not repeat for each choice of `n` or for a batch.
 UNREPEATED = (*POSITIONS, "lora_id")
 # Fields of a tokenized request that are large, that were checked before, or that SGLang converts
 # when it sends them.
@@ -64,10 +64,10 @@ NOT_ENCODED = ("input_text", "input_ids", "input_embeds", "mm_inputs", "time_sta
 
 
 def check_shape(manager: Any, obj: Any, request: Any = None) -> None:
-    """Before `TokenizerManager.generate_request`: what SGLang indexes without a check.
+    """Before `TokenizerManager.generate_request`: check fields that SGLang indexes unchecked.
 
     Raises:
-        ValueError: a list does not match the number of requests, or a field has no such form.
+        ValueError: a list does not match the number of requests, or a field has another form.
     """
     del manager, request
     if not isinstance(obj, io_struct.GenerateReqInput):
@@ -75,7 +75,7 @@ def check_shape(manager: Any, obj: Any, request: Any = None) -> None:
     try:
         _check_fields(obj)
     except ValueError:
-        # SGLang's clean-up after a streamed request reads it, and sets it later than here.
+        # SGLang's clean-up after a streamed request reads this attribute, which it sets later.
         obj.is_single = not isinstance(obj.rid, list)
         raise
 
@@ -92,7 +92,7 @@ def check_and_create(
     """Around `TokenizerManager._create_tokenized_object`, for each request of a batch.
 
     Raises:
-        ValueError: a value that the scheduler cannot take; names field, value and bound.
+        ValueError: the scheduler cannot handle a value. Names field, value and bound.
     """
     vocab_size = manager.model_config.vocab_size
     # Placeholders of images may be outside the vocabulary; the processor has replaced others.
@@ -147,25 +147,25 @@ def _check_fields(obj: Any) -> None:
         fits = value is None or size is None or isinstance(value, list)
         _require(fits, name, value, f"a list of one value for each of {size}")
     overrides = obj.positional_embed_overrides
-    for one in overrides if isinstance(overrides, list) else [overrides]:
+    for override in overrides if isinstance(overrides, list) else [overrides]:
         _require(
-            one is None or isinstance(one, PositionalEmbeds),
+            override is None or isinstance(override, PositionalEmbeds),
             "positional_embed_overrides", overrides,
             "a PositionalEmbeds of sglang.srt.managers.embed_types, which HTTP cannot send",
         )  # fmt: skip
-    session, known = obj.session_params, io_struct.SessionParams.__struct_fields__
+    session, session_fields = obj.session_params, io_struct.SessionParams.__struct_fields__
     if session is not None:
-        required = f"an object with any of {known}"
+        required = f"an object with any of {session_fields}"
         _require(isinstance(session, dict), "session_params", session, required)
-        _check_known("session_params", session, known)
+        _check_names("session_params", session, session_fields)
 
 
 def _batch_size(obj: Any) -> int | None:
-    """The number of requests of a batch, None for a request that is no batch."""
+    """Return the number of requests of a batch; None for a single request."""
     text, ids, embeds = obj.text, obj.input_ids, obj.input_embeds
     if text is not None:
         texts = text if isinstance(text, list) else [text]
-        are_strings = all(isinstance(one, str) for one in texts)
+        are_strings = all(isinstance(string, str) for string in texts)
         _require(are_strings, "text", text, "a string, or a list of strings")
         return len(texts) if isinstance(text, list) else None
     if ids is not None:
@@ -183,17 +183,17 @@ def _check_one_each(name: str, value: Any, size: int | None) -> None:
         _require(len(value) == size, name, value, f"a list of {len(value)} for a batch of {size}")
 
 
-def _check_known(what: str, given: Iterable[str], known: tuple[str, ...]) -> None:
-    for name in given:
-        if name not in known:
-            raise ValueError(f"{what}.{name}: unknown; it takes {', '.join(known)}")
+def _check_names(parameter: str, names: Iterable[str], allowed: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{parameter}.{name}: unknown; it takes {', '.join(allowed)}")
 
 
 # -- a single request, tokenized -------------------------------------------------------------------
 
 
 def _check_tokens(obj: Any, input_ids: Any, vocab_size: int) -> None:
-    """Raise ValueError unless there are tokens, all of the vocabulary."""
+    """Raise ValueError unless there are tokens, all of them in the vocabulary."""
     if input_ids is None:
         return
     session = getattr(obj, "session_params", None)
@@ -228,7 +228,7 @@ def _check_logprobs(obj: Any, vocab_size: int) -> None:
 
 
 def _check_positions(name: str, positions: Any, tokens: int) -> None:
-    """Raise ValueError unless these are places in a prompt of so many tokens."""
+    """Raise ValueError unless `positions` are in a prompt of `tokens` tokens."""
     are_inside = positions is None or (
         isinstance(positions, list)
         and bool(positions)
@@ -239,7 +239,8 @@ def _check_positions(name: str, positions: Any, tokens: int) -> None:
 
 
 def _check_scores(obj: Any) -> None:
-    """Raise ValueError for scores at chosen positions in a request that SGLang reads others of."""
+    """Raise ValueError if a request for scores at chosen positions asks for output tokens, or for
+    log-probabilities of a part of the prompt."""
     if obj.token_indices_to_pool is None:
         return
     required = "0 is required with token_indices_to_pool"
@@ -250,34 +251,35 @@ def _check_scores(obj: Any) -> None:
 
 
 def _check_sampling(params: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value that SGLang does not check, or checks with another error."""
-    _check_known("sampling_params", params, SamplingParams.__struct_fields__)
-    given = {name: value for name, value in params.items() if value is not None}
-    kinds = _sampling_kinds()
-    for name, value in given.items():
+    """Raise ValueError for a value that SGLang does not check, or whose check raises another
+    error."""
+    _check_names("sampling_params", params, SamplingParams.__struct_fields__)
+    values = {name: value for name, value in params.items() if value is not None}
+    kinds = _sampling_types()
+    for name, value in values.items():
         if name not in ("stop_token_ids", "watermark"):
-            _check_kind(f"sampling_params.{name}", value, kinds[name])
-    for token in given.get("stop_token_ids") or ():
+            _check_type(f"sampling_params.{name}", value, kinds[name])
+    for token in values.get("stop_token_ids") or ():
         if token is not None:
-            _check_kind("sampling_params.stop_token_ids", token, int)
-    top_k, penalty = given.get("top_k", 1), given.get("repetition_penalty", 1)
+            _check_type("sampling_params.stop_token_ids", token, int)
+    top_k, penalty = values.get("top_k", 1), values.get("repetition_penalty", 1)
     required = f"an integer from 1 to {INT32_MAX}, or -1 for all"
     _require(top_k <= INT32_MAX, "sampling_params.top_k", top_k, required)
     _require(
         not 0 < penalty < FLOAT32_TINY,
         "sampling_params.repetition_penalty", penalty, f"from {FLOAT32_TINY:.3g} to 2",
     )  # fmt: skip
-    floats = {"temperature": given.get("temperature", 1), "repetition_penalty": penalty}
-    biases = given.get("logit_bias", {}).items()
+    floats = {"temperature": values.get("temperature", 1), "repetition_penalty": penalty}
+    biases = values.get("logit_bias", {}).items()
     for name, value in {**floats, **{f"logit_bias[{k}]": v for k, v in biases}}.items():
         fits = math.isfinite(value) and abs(value) <= FLOAT32_MAX
         required = f"a finite number, at most {FLOAT32_MAX:.3g}"
         _require(fits, f"sampling_params.{name}", value, required)
     for name in ("stop", "stop_regex"):
-        stops = given.get(name, [])
+        stops = values.get(name, [])
         few = isinstance(stops, str) or len(stops) <= MAX_STOPS
         _require(few, f"sampling_params.{name}", stops, f"at most {MAX_STOPS} of them")
-    patterns = given.get("stop_regex", [])
+    patterns = values.get("stop_regex", [])
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
             re.compile(pattern)
@@ -305,19 +307,19 @@ def _check_encoding(tokenized: Any) -> None:
 
 
 @functools.cache
-def _sampling_kinds() -> dict[str, Any]:
-    """The type of every sampling parameter, by name."""
+def _sampling_types() -> dict[str, Any]:
+    """Return the type of every sampling parameter, by name."""
     return {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
 
 
 @functools.cache
-def _decoder(kind: Any) -> Any:
-    return msgspec.msgpack.Decoder(kind, dec_hook=dec_hook, ext_hook=ext_hook)
+def _decoder(field_type: Any) -> Any:
+    return msgspec.msgpack.Decoder(field_type, dec_hook=dec_hook, ext_hook=ext_hook)
 
 
-def _check_kind(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError unless the scheduler would decode the value as of that type."""
+def _check_type(name: str, value: Any, field_type: Any) -> None:
+    """Raise ValueError unless the scheduler can decode the value as `field_type`."""
     try:
-        _decoder(kind).decode(msgspec.msgpack.encode(value, enc_hook=enc_hook))
+        _decoder(field_type).decode(msgspec.msgpack.encode(value, enc_hook=enc_hook))
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         _require(False, name, value, str(error))

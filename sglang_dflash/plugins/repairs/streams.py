@@ -25,8 +25,8 @@ def adapt_events(original: Any, manager: Any, obj: Any, *args: Any, **named: Any
 
 
 def mark_chat(serving: Any, adapted: Any, request: Any, *_: Any) -> None:
-    """Before `OpenAIServingChat._generate_chat_stream`, which streams chat completions, and for
-    `/v1/messages`."""
+    """Before `OpenAIServingChat._generate_chat_stream`, which streams chat completions and
+    `/v1/messages`: mark requests whose answers are parsed."""
     parsed = (
         (serving.reasoning_parser and request.separate_reasoning)
         or serving._tool_call_parsing_active(request)
@@ -37,14 +37,14 @@ def mark_chat(serving: Any, adapted: Any, request: Any, *_: Any) -> None:
 
 
 def mark_response(serving: Any, _rid: str, _prompt: Any, adapted: Any, *_: Any, **__: Any) -> None:
-    """Before `OpenAIServingResponses._generate_with_builtin_tools`."""
+    """Before `OpenAIServingResponses._generate_with_builtin_tools`: mark the request."""
     # gpt-oss parses tokens, not text.
     if not serving.use_harmony:
         setattr(adapted, MARK, split_events)
 
 
 def mark_ollama(_serving: Any, adapted: Any, *_: Any) -> None:
-    """Before the methods of `OllamaServing` that stream."""
+    """Before the methods of `OllamaServing` that stream: mark the request."""
     setattr(adapted, MARK, send_last_text)
 
 

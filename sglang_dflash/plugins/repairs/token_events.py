@@ -71,7 +71,7 @@ class TokenEvents:
         self._waiting: list[int] = []
 
     def split(self, event: dict[str, Any]) -> list[dict[str, Any]]:
-        """Events of one token each, in order; none if the event has to wait."""
+        """Split an event into events of one token, in order; an empty list if it has to wait."""
         finish = event["meta_info"].get("finish_reason")
         if not isinstance(event.get("text"), str) or (finish and finish["type"] == "abort"):
             # An aborted answer repeats a token.

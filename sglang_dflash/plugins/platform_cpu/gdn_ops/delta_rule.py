@@ -208,7 +208,7 @@ def _run(
 
 
 def equal_runs(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of neighbouring sequences of equal length: first sequence, how many, length.
+    """Yield runs of neighboring sequences of equal length: first sequence, count, length.
 
     A run can be computed as one batch. Empty sequences are left out.
     """

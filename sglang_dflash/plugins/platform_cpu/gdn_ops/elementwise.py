@@ -35,7 +35,8 @@ def fused_qkvzba_split_reshape_cat(
     head_qk: int,
     head_v: int,
 ) -> tuple[Tensor, ...]:
-    """The same of Qwen3-Next's layout: q, k, values and z of each key head, and b and a of it."""
+    """Split Qwen3-Next's layout in the same way: q, k, v and z are grouped by key head, and so are
+    b and a."""
     values, tokens = num_heads_v // num_heads_qk, len(mixed_qkvz)
     sizes = [head_qk, head_qk, values * head_v, values * head_v]
     q, k, v, z = mixed_qkvz.view(tokens, num_heads_qk, -1).split(sizes, -1)

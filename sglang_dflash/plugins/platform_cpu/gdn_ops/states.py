@@ -53,7 +53,7 @@ def track_mamba_states_if_needed(
 ) -> None:
     """Decode at a track boundary: copy the masked rows' states to their checkpoint slots.
 
-    Of one layer; both pools are `[slots, ...]`.
+    Both pools are those of one layer, `[slots, ...]`.
     """
     track_mamba_states_all_layers(
         conv_states[None],
@@ -75,7 +75,7 @@ def track_mamba_states_all_layers(
     batch_size: int,
     check_freed_slots: bool = False,
 ) -> None:
-    """`track_mamba_states_if_needed` of all layers; both pools are `[layers, slots, ...]`."""
+    """`track_mamba_states_if_needed` for all layers. Both pools are `[layers, slots, ...]`."""
     source, target = cache_indices[:batch_size].long(), mamba_track_indices[:batch_size].long()
     copied = mamba_track_mask[:batch_size].bool() & (source >= 0) & (target >= 0)
     if copied.any():
