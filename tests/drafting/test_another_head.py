@@ -239,7 +239,7 @@ def step_memory(raw: dict[str, Any]) -> DraftMemory:
 @pytest.mark.usefixtures("listed")
 def test_its_operations_are_timed() -> None:
     config = DraftConfig.from_dict(RAW)
-    timed = parts.alone(config, 3, torch.device("cpu"), torch.float32)
+    timed = parts.time_kernels(config, 3, torch.device("cpu"), torch.float32)
     assert timed["bigram"]["floor_bytes"] == 4 * 3
 
 

@@ -1,4 +1,4 @@
-"""`sglang-dflash check-gpu`: whether our kernels may be trusted on this machine's GPU."""
+"""`sglang-dflash check-gpu`: check our kernels on this machine's GPU."""
 
 from __future__ import annotations
 

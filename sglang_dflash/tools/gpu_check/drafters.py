@@ -1,6 +1,6 @@
-"""A drafter of random weights, set up for a load as a server sets it up, and its steps.
+"""A drafter with random weights, set up for a load as on a server, and its steps.
 
-Loads without SGLang: a GPU may be lent without it.
+Loads without SGLang, which a GPU machine may lack.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.gpu.backends import ATTENTION, draft_ops
 from sglang_dflash.serving.start.plan import Plan
 
-# A draft for trying the command on any machine: all kinds of layers, a vocabulary of 512.
+# The draft of --tiny, for any machine: all kinds of layers, a vocabulary of 512.
 TINY = {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
@@ -46,8 +46,8 @@ TINY = {
 }
 
 
-class Load(NamedTuple):
-    """Requests, committed tokens of each, and the window."""
+class BenchLoad(NamedTuple):
+    """A load: number of requests, committed tokens of each, and the window."""
 
     requests: int
     context: int
@@ -59,7 +59,7 @@ class Load(NamedTuple):
 
 
 def random_model(config: DraftConfig, device: torch.device, dtype: torch.dtype) -> DraftModel:
-    """A draft of random weights, with the operations that a server takes on that device."""
+    """Return a draft with random weights and the operations that a server takes on the device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -70,28 +70,28 @@ def random_model(config: DraftConfig, device: torch.device, dtype: torch.dtype) 
 
 
 def random_head(model: DraftModel) -> TargetHead:
-    """A target's embedding, which is its lm_head too."""
+    """Return a target's embedding, which is also its lm_head."""
     config, weight = model.config, model.fc.weight
     vocabulary = weight.new_empty(config.vocab_size, config.hidden_size).normal_(std=0.02)
     return TargetHead(lambda ids: vocabulary[ids], lambda hidden: hidden @ vocabulary.T)
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedDraft:
     """A drafter under a load: all requests have `load.context` committed tokens, whose draft K/V
     is live.
 
     Attributes:
-        known: where the requests' tokens lie.
-        bonus: int64 `[R]`.
+        requests: target slots of the requests' tokens.
+        bonus: int64 `[R]`, bonus tokens.
         targets: int64 `[R, B]`, the target's tokens.
         hidden: `[R * B, F * E]`, the target's hidden states.
-        positions, slots: int64 `[R * B]`, of the block.
+        positions, slots: int64 `[R * B]`, positions and target slots of the block.
     """
 
-    load: Load
+    load: BenchLoad
     drafter: Drafter
-    known: RequestSlots
+    requests: RequestSlots
     bonus: Tensor
     targets: Tensor
     hidden: Tensor
@@ -99,23 +99,26 @@ class Loaded:
     slots: Tensor
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """Parts of a step, which repeat on the same tensors: `propose` a block, as it is recorded,
-        for greedy requests, and `sampled` for sampled ones; `commit` (accept drafts, and find
-        entries for their tokens), `absorb` (project hidden states of all of them into entries)."""
+        """Return the phases of a step, as functions that can be repeated.
+
+        `propose`: a proposal as it is recorded, for greedy requests; `sampled`: the same for
+        sampled ones; `commit`: accept drafts and find entries for their tokens; `absorb`: project
+        the hidden states of all block positions to K/V in the entries.
+        """
         drafter, model, groups = self.drafter, self.drafter.model, self.drafter.groups
         block = drafter.draft_block
         ids, steps = self.targets.clone(), torch.arange(block, device=self.targets.device)
         entries = [group.cache.place(self.slots).clone() for group in groups]
 
         warm = torch.ones(len(self.bonus), device=self.bonus.device)
-        noise = BlockNoise(self.bonus, warm, self.known.seq_lens)
+        noise = BlockNoise(self.bonus, warm, self.requests.seq_lens)
         greedy = noise._replace(temperatures=torch.zeros_like(warm))
 
         def propose() -> None:
-            drafter.propose(self.bonus, self.known, greedy)
+            drafter.propose(self.bonus, self.requests, greedy)
 
         def sampled() -> None:
-            drafter.propose(self.bonus, self.known, noise)
+            drafter.propose(self.bonus, self.requests, noise)
 
         def commit() -> None:
             accepted = model.ops.accept(ids, self.targets)
@@ -130,19 +133,19 @@ class Loaded:
         return {"propose": propose, "sampled": sampled, "commit": commit, "absorb": absorb}
 
     def graphed(self, recorder: Recorder, columns: int | None = None) -> GraphedDrafter:
-        """The drafter with recorded steps, for a batch of this load; `columns`: of the recorded
-        table, by default those that the load reads."""
-        columns = columns or self.drafter.columns(self.known)
-        table, requests = self.known.req_to_token, (self.load.requests,)
+        """Return the drafter with recorded steps for this load. `columns`: of the recorded table;
+        by default those that the load reads."""
+        columns = columns or self.drafter.columns(self.requests)
+        table, requests = self.requests.req_to_token, (self.load.requests,)
         return GraphedDrafter(self.drafter, recorder, table, requests, (columns,))
 
     def step(self, drafter: Drafter | GraphedDrafter) -> Callable[[], None]:
-        """The draft side of a whole decode step, as a server runs it."""
+        """Return the draft side of a whole decode step, as a server runs it."""
         ops, block = self.drafter.model.ops, self.drafter.draft_block
         steps = torch.arange(block, device=self.targets.device)
 
         def run() -> None:
-            ids = drafter.propose(self.bonus, self.known)
+            ids = drafter.propose(self.bonus, self.requests)
             accepted = ops.accept(ids, self.targets)
             keep = (steps < accepted.lengths[:, None]).flatten()
             drafter.absorb(self.hidden, self.positions, self.slots, keep=keep)
@@ -150,21 +153,22 @@ class Loaded:
         return run
 
 
-def loaded(
+def load_draft(
     model: DraftModel,
     head: TargetHead,
-    load: Load,
+    load: BenchLoad,
     attention: str,
     device: torch.device,
     positions: int | None = None,
-) -> Loaded:
-    """A drafter under a load, with that attention backend.
+) -> LoadedDraft:
+    """Make a drafter under a load, with an attention backend.
 
     Args:
-        positions: of the request-to-token table; by default those that the load needs.
+        attention: name of the backend.
+        positions: columns of the request-to-token table; by default those that the load needs.
 
     Raises:
-        RuntimeError: the tokens of the load are not live.
+        RuntimeError: tokens of the load are not live.
     """
     config = model.config
     options = Options(window=load.window).resolve(config)
@@ -172,7 +176,7 @@ def loaded(
     width = load.context + 2 * block
     policy, backend, dtype = WidthPolicy(block), ATTENTION[attention], model.dtype
     plan = Plan(model, options, policy, backend, TensorParallel(), device, dtype, requests)
-    # Slot 0 and row 0 are for padding. Tokens lie where they were free, not side by side.
+    # Slot 0 and row 0 are for padding. As in a used pool, a request's slots are not adjacent.
     slots = 1 + torch.randperm(requests * width, device=device).int().view(requests, width)
     table = torch.zeros(1 + requests, positions or width, dtype=slots.dtype, device=device)
     table[1:, :width] = slots
@@ -185,30 +189,30 @@ def loaded(
         _fill(group, request_slots)
         check_live(model.ops.slot_table(request_slots, group.reach, group.cache.tags))
     drafter = Drafter(model, head, groups, options)
-    of_block = lengths[:, None] + torch.arange(block, device=device)
+    block_positions = lengths[:, None] + torch.arange(block, device=device)
     tokens = requests * block
-    return Loaded(
+    return LoadedDraft(
         load=load,
         drafter=drafter,
-        known=request_slots,
+        requests=request_slots,
         bonus=torch.randint(config.vocab_size, (requests,), device=device),
         targets=torch.randint(config.vocab_size, (requests, block), device=device),
         hidden=torch.randn(tokens, config.target_hidden_width, device=device, dtype=dtype),
-        positions=of_block.flatten(),
-        slots=table[rows[:, None], of_block].long().flatten(),
+        positions=block_positions.flatten(),
+        slots=table[rows[:, None], block_positions].long().flatten(),
     )
 
 
 def check_live(entries: Tensor) -> None:
-    """Raise RuntimeError unless all `entries` `[R, C]` of a table are live: what is not read costs
-    no time."""
+    """Raise RuntimeError unless all `entries` `[R, C]` of a table are live. The kernel would skip
+    an empty one, and the time would be too good."""
     lost = int((entries < 0).sum())
     if lost:
         raise RuntimeError(f"{lost} of {entries.numel()} tokens of the load are not live")
 
 
-def _fill(group: KVGroup, known: RequestSlots) -> None:
-    """Make what the group reads of every request live."""
-    length, columns = known.longest, known.columns(group.reach)
-    visible = known.req_to_token[known.rows, length - columns : length]
+def _fill(group: KVGroup, requests: RequestSlots) -> None:
+    """Make the tokens that the group reads of every request live."""
+    length, columns = requests.longest, requests.columns(group.reach)
+    visible = requests.req_to_token[requests.rows, length - columns : length]
     group.cache.place(visible.long().flatten())

@@ -1,4 +1,4 @@
-"""The fewest bytes that drafting and absorbing can move, by a draft's config."""
+"""The fewest bytes that the phases of a step can move, by a draft's config."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ID_BYTES = 8
 
 
 def config_of(shape: str) -> DraftConfig:
-    """The config of a shipped draft."""
+    """Return the config of a shipped draft."""
     return DraftConfig.from_dict(shipped("draft")[shape].config)
 
 
 def floors(
     config: DraftConfig, requests: int, context: int, window: int | None, itemsize: int = 2
 ) -> dict[str, int]:
-    """The fewest bytes of the parts of a step."""
+    """Return the fewest bytes of each phase of a step."""
     return {
         "propose": propose_floor(config, [context] * requests, window, itemsize),
         "absorb": absorb_floor(config, requests * config.block_size, itemsize),
@@ -66,10 +66,10 @@ def propose_floor(
 
 
 def visible(layer: LayerAttention, length: int, window: int | None) -> int:
-    """Committed tokens that some position of the block sees in a layer."""
-    seen = length if window is None else min(length, window)
-    # The block's first position sees the most of them, and itself.
-    return seen if layer.sliding_window is None else min(seen, layer.sliding_window - 1)
+    """Return the number of committed tokens that any position of the block sees in a layer."""
+    in_window = length if window is None else min(length, window)
+    # The block's first position sees the most committed tokens, and itself.
+    return in_window if layer.sliding_window is None else min(in_window, layer.sliding_window - 1)
 
 
 def absorb_floor(config: DraftConfig, tokens: int, itemsize: int = 2) -> int:

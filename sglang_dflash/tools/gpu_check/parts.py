@@ -23,7 +23,13 @@ from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, Veri
 from sglang_dflash.drafting.recurrent.replay import fold_ as torch_fold_
 from sglang_dflash.drafting.self_check import check_attention, check_ops, check_recording
 from sglang_dflash.serving.gpu.backends import ATTENTION
-from sglang_dflash.tools.gpu_check.drafters import Load, Loaded, loaded, random_head, random_model
+from sglang_dflash.tools.gpu_check.drafters import (
+    BenchLoad,
+    LoadedDraft,
+    load_draft,
+    random_head,
+    random_model,
+)
 from sglang_dflash.tools.gpu_check.floors import floors as least_bytes
 from sglang_dflash.tools.gpu_check.timing import (
     CudaGraphs,
@@ -33,56 +39,57 @@ from sglang_dflash.tools.gpu_check.timing import (
 )
 
 PHASES = ("propose", "sampled", "commit", "absorb", "step")
-# What SGLang records for 48 requests, and its request-to-token table of 40,960 tokens of context.
+# Batch sizes that SGLang records for 48 requests, and positions of its request-to-token table for a
+# context of 40,960 tokens.
 RECORDED, POSITIONS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48), 40_964
-# Committed tokens of a request whose text is looked through.
+# Committed tokens of a request in a lookup.
 TEXT = 4096
-# Of a replayed state, as a share of the largest value: a convolved input of 16 bits may round the
-# other way.
+# The largest error of a replayed state, as a share of its largest value: 16-bit inputs may round in
+# another direction.
 FOLD_TOLERANCE = 3e-2
 
 
 def self_check(config: DraftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The start-up check of a server, for every attention backend.
+    """Run a server's start-up check for every attention backend.
 
     Returns:
-        `ops`: the operations that were compared; `attention`: by backend "as torch", or why it does
-        not run here; `failed` if one runs and differs, or breaks.
+        `ops`: the operations that were compared; `attention`: backend -> "as torch", or why it does
+        not run here; `failed`, if a backend runs and differs or raises.
     """
     model = random_model(config, device, dtype)
-    head, found, failed = random_head(model), {}, []
+    head, attention, failed = random_head(model), {}, []
     ops = check_ops(model, config.block_size, config.block_size)
     for name in ATTENTION:
         try:
             choose_attention(name, config, device, ATTENTION)
-            # For recorded steps; the check of attention takes shorter requests.
-            load = Load(requests=4, context=256, window=None)
-            one = loaded(model, head, load, name, device)
-        # A package may be missing, or be for another GPU.
+            # The load of the recorded step; the check of attention has shorter requests.
+            load = BenchLoad(requests=4, context=256, window=None)
+            draft = load_draft(model, head, load, name, device)
+        # The backend's package may be missing, or be made for another GPU.
         except (ConfigError, ImportError) as error:
-            found[name] = str(error)
+            attention[name] = str(error)
             continue
         try:
-            found[name] = _compare(one, ATTENTION[name].capabilities, device)
-        # One backend that breaks must not hide what the others do.
+            attention[name] = _compare(draft, ATTENTION[name].capabilities, device)
+        # A broken backend must not hide the results of the others.
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-            failed.append(f"{name}: {found[name]}")
-    result: dict[str, Any] = {"ops": ops, "attention": found}
+            attention[name] = f"{type(error).__name__}: {error}"
+            failed.append(f"{name}: {attention[name]}")
+    result: dict[str, Any] = {"ops": ops, "attention": attention}
     return result | {"failed": "; ".join(failed)} if failed else result
 
 
-def _compare(one: Loaded, can: Capabilities, device: torch.device) -> str:
-    """Attention against torch's, and on a GPU a recorded step against an eager one. Raises
+def _compare(draft: LoadedDraft, capabilities: Capabilities, device: torch.device) -> str:
+    """Compare attention with torch's, and on a GPU a recorded step with an eager one. Raises
     SelfCheckFailed."""
-    drafter, table = one.drafter, one.known.req_to_token
+    drafter, table = draft.drafter, draft.requests.req_to_token
     clear(drafter.groups)
     for group in drafter.groups:
-        check_attention(drafter.model, drafter.draft_block, group, one.load.requests)
-    if device.type != "cuda" or not can.capturable:
+        check_attention(drafter.model, drafter.draft_block, group, draft.load.requests)
+    if device.type != "cuda" or not capabilities.capturable:
         return "as torch, not recorded"
-    graphed = one.graphed(CudaGraphs(), table.shape[1])
-    check_recording(drafter, graphed, table, (one.load.requests,))
+    graphed = draft.graphed(CudaGraphs(), table.shape[1])
+    check_recording(drafter, graphed, table, (draft.load.requests,))
     if graphed.eager or not graphed.replays["propose"]:
         raise RuntimeError("the proposal that was to be compared had no recording")
     return "as torch, recorded as eager"
@@ -97,32 +104,33 @@ def fold(
     heads: int,
     dim: int,
 ) -> dict[str, Any]:
-    """Replay of recurrent layers (Gated DeltaNet), half of each block accepted and half of the
-    requests with a checkpoint: the kernel's error against torch, and its time beside what
-    verification with snapshots does in its place. That writes the state after every token of a
-    block, and copies the accepted one.
+    """Compare the replay of recurrent layers (Gated DeltaNet) with torch's, and time it.
+
+    Half of each block is accepted, and half of the requests have a checkpoint. Snapshots, which are
+    timed beside it, write the state after every token of a block and copy the accepted one.
 
     Args:
-        dtype: of the recorded inputs; states are float32.
-        depth: layers.
-        heads: key heads; there are three times as many value heads.
-        dim: of a head.
+        dtype: dtype of the recorded inputs; states are float32.
+        depth: number of layers.
+        heads: number of key heads; there are three times as many value heads.
+        dim: size of a head.
 
     Returns:
-        With `failed`, if the error is above `FOLD_TOLERANCE` or, on a GPU, replay is slower.
+        Error and times; `failed`, if the error is above `FOLD_TOLERANCE` or, on a GPU, replay is
+        slower than snapshots.
     """
     if device.type == "cuda":
         from dflash_kernels.gated_delta_fold import fold_
     else:
         fold_ = torch_fold_
-    given, states = _replayed(device, dtype, requests, block, depth, heads, dim)
-    layers, kept, moves = given
-    ours, twins = states.clone(), states.clone()
-    fold_(layers, ours, kept, moves)
-    torch_fold_(layers, twins, kept, moves)
-    error = ((ours - twins).abs().max() / twins.abs().max()).item()
-    del twins
-    kernel_ms = milliseconds(device, lambda: fold_(layers, ours, kept, moves))
+    recorded, states = _recorded_verify(device, dtype, requests, block, depth, heads, dim)
+    layers, inputs, moves = recorded
+    by_kernel, by_torch = states.clone(), states.clone()
+    fold_(layers, by_kernel, inputs, moves)
+    torch_fold_(layers, by_torch, inputs, moves)
+    error = ((by_kernel - by_torch).abs().max() / by_torch.abs().max()).item()
+    del by_torch
+    kernel_ms = milliseconds(device, lambda: fold_(layers, by_kernel, inputs, moves))
     before = states[:, :requests, None]
     snapshots = before.expand(-1, -1, block, -1, -1, -1).contiguous()
     write_ms = milliseconds(device, lambda: snapshots.copy_(before.expand_as(snapshots)))
@@ -141,7 +149,7 @@ def fold(
     return result
 
 
-def _replayed(
+def _recorded_verify(
     device: torch.device,
     dtype: torch.dtype,
     requests: int,
@@ -150,7 +158,7 @@ def _replayed(
     heads: int,
     dim: int,
 ) -> tuple[tuple[RecurrentLayers, VerifyInputs, Moves], Tensor]:
-    """Return the tensors that a verification records of random layers, and states `[L, 2 R, HV, V,
+    """Return what a verify forward of random layers would record, and states `[L, 2 R, HV, V,
     K]`."""
     value_heads, width = 3 * heads, 4
     channels = 2 * heads * dim + value_heads * dim
@@ -163,7 +171,7 @@ def _replayed(
         heads, value_heads, dim, dim,
     )  # fmt: skip
     gates = normal(2, requests, block, value_heads).transpose(0, 1)
-    kept = VerifyInputs(
+    inputs = VerifyInputs(
         normal(requests, channels, width - 1), normal(requests, block, channels), *gates
     )
     rows = torch.arange(requests, device=device)
@@ -171,14 +179,14 @@ def _replayed(
     checkpoints = torch.where(rows % 2 == 0, requests + rows, -1)
     moves = Moves(rows, rows, rows, lengths, checkpoints, torch.ones_like(lengths))
     states = normal(2 * requests, value_heads, dim, dim).float()
-    return (layers, kept, moves), states
+    return (layers, inputs, moves), states
 
 
-def alone(
+def time_kernels(
     config: DraftConfig, requests: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Operations on a batch's logits by themselves, with the fewest bytes of each: the logits once,
-    or what its kernel reads."""
+    """Time single operations on a batch's logits. Their fewest bytes are the logits once, or what
+    their kernel reads."""
     model = random_model(config, device, dtype)
     ops, vocabulary, block = model.ops, config.vocab_size, config.block_size
 
@@ -190,28 +198,29 @@ def alone(
     noise = BlockNoise(ints(2**62, requests), torch.ones(requests, device=device), lengths)
     greedy = noise._replace(temperatures=torch.zeros_like(noise.temperatures))
     ids, bonus = ints(vocabulary, requests, block), ints(vocabulary, requests)
-    texts = ints(vocabulary, requests + 1, TEXT + block)
-    known = RequestSlots(texts.int(), 1 + torch.arange(requests, device=device), lengths, TEXT)
-    once = logits.numel() * logits.element_size()
-    found = sum(lookup.find_traffic([TEXT] * requests, TEXT))
+    texts = ints(vocabulary, requests + 1, TEXT + block).int()
+    rows = 1 + torch.arange(requests, device=device)
+    request_slots = RequestSlots(texts, rows, lengths, TEXT)
+    logits_bytes = logits.numel() * logits.element_size()
+    lookup_bytes = sum(lookup.find_traffic([TEXT] * requests, TEXT))
     runs: dict[str, tuple[Callable[[], object], int]] = {
-        "largest": (lambda: ops.largest(logits, greedy, 0), once),
-        "largest, sampled": (lambda: ops.largest(logits, noise, 0), once),
+        "largest": (lambda: ops.largest(logits, greedy, 0), logits_bytes),
+        "largest, sampled": (lambda: ops.largest(logits, noise, 0), logits_bytes),
         "accept": (lambda: ops.accept(ids, ids), sum(accept.traffic(requests, block))),
         "lookup": (
-            lambda: ops.seen_before(bonus, known.req_to_token, known, block - 1), found
+            lambda: ops.seen_before(bonus, texts, request_slots, block - 1), lookup_bytes
         ),
     }  # fmt: skip
     runs |= model.head.timed_ops(logits, ids[:, 0], noise, _kernel_bytes)
-    return {name: _timed(device, run, floor) for name, (run, floor) in runs.items()}
+    return {name: _time_op(device, run, floor) for name, (run, floor) in runs.items()}
 
 
 def _kernel_bytes(kernel: str, *shape: int, **how: bool) -> int:
-    """Bytes of one launch of a kernel, by the name of its file."""
+    """Return the bytes of a launch, by the `traffic` formula in the kernel's file."""
     return sum(import_module(f"dflash_kernels.{kernel}").traffic(*shape, **how))
 
 
-def _timed(
+def _time_op(
     device: torch.device, run: Callable[[], object], floor: int, recorded: bool = True
 ) -> dict[str, Any]:
     result = {"floor_bytes": floor, "eager_ms": round(milliseconds(device, run), 5)}
@@ -222,19 +231,19 @@ def _timed(
 
 
 def start(config: DraftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Measure the recording of the steps of 48 requests, as in a server's start: seconds, with
-    kernels that are not compiled yet and then with all of them, and memory of the graphs."""
+    """Measure the recording of steps for 48 requests, as at a server's start: seconds, before and
+    after all kernels are compiled, and the memory of the graphs."""
     name = choose_attention(None, config, device, ATTENTION)
     model = random_model(config, device, dtype)
-    load = Load(RECORDED[-1], 64, None)
-    one = loaded(model, random_head(model), load, name, device, POSITIONS)
+    load = BenchLoad(RECORDED[-1], 64, None)
+    draft = load_draft(model, random_head(model), load, name, device, POSITIONS)
     if device.type != "cuda":
-        return {"first_s": round(seconds(one.step(one.drafter)), 4)}
+        return {"first_s": round(seconds(draft.step(draft.drafter)), 4)}
     result: dict[str, Any] = {}
     for which in ("first", "again"):
         torch.cuda.empty_cache()
         free, began = torch.cuda.mem_get_info(device)[0], time.perf_counter()
-        graphed = GraphedDrafter(one.drafter, CudaGraphs(), one.known.req_to_token, RECORDED)
+        graphed = GraphedDrafter(draft.drafter, CudaGraphs(), draft.requests.req_to_token, RECORDED)
         result[f"{which}_s"] = round(time.perf_counter() - began, 2)
         torch.cuda.empty_cache()
         result[f"{which}_mib"] = (free - torch.cuda.mem_get_info(device)[0]) >> 20
@@ -242,44 +251,52 @@ def start(config: DraftConfig, device: torch.device, dtype: torch.dtype) -> dict
     return result
 
 
-def floors(config: DraftConfig, load: Load, itemsize: int) -> dict[str, int]:
-    """The fewest bytes of each phase, and of the step that they make up."""
-    found = least_bytes(config, *load, itemsize)
-    return {**found, "sampled": found["propose"], "step": sum(found.values())}
+def floors(config: DraftConfig, load: BenchLoad, itemsize: int) -> dict[str, int]:
+    """Return the fewest bytes of each phase, and of a whole step."""
+    floors_of_phases = least_bytes(config, *load, itemsize)
+    return {
+        **floors_of_phases,
+        "sampled": floors_of_phases["propose"],
+        "step": sum(floors_of_phases.values()),
+    }
 
 
 def phases(
-    config: DraftConfig, load: Load, device: torch.device, dtype: torch.dtype
+    config: DraftConfig, load: BenchLoad, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Times of the phases and of a whole step under one load, as a server without a flag for
-    attention runs it.
+    """Time the phases and a whole step under a load, with the default attention of a server.
 
     Returns:
-        By phase `floor_bytes`, `eager_ms` and, on a GPU, `graph_ms`; that of a `step` includes the
-        copies into static buffers. `host_waits`: what makes the host wait for the GPU in an eager
-        step, or None. `first_step_s`: it compiles.
+        For each phase `floor_bytes`, `eager_ms` and, on a GPU, `graph_ms`; a `step`'s includes the
+        copies into static buffers. `host_waits`: the reason why the host waits for the GPU in an
+        eager step, or None. `first_step_s`: seconds of the first step, with compilation.
     """
     name = choose_attention(None, config, device, ATTENTION)
     model = random_model(config, device, dtype)
-    one = loaded(model, random_head(model), load, name, device)
-    runs: dict[str, Callable[[], None]] = {**one.phases(), "step": one.step(one.drafter)}
+    draft = load_draft(model, random_head(model), load, name, device)
+    runs: dict[str, Callable[[], None]] = {**draft.phases(), "step": draft.step(draft.drafter)}
     result: dict[str, Any] = {"attention": name, "host_waits": None}
     result["first_step_s"] = round(seconds(runs["step"]), 2)
     if device.type == "cuda":
         result["host_waits"] = waits_for_the_device(runs["step"])
-    recorded, least = ATTENTION[name].capabilities.capturable, floors(config, load, dtype.itemsize)
+    recorded, floor_bytes = (
+        ATTENTION[name].capabilities.capturable,
+        floors(config, load, dtype.itemsize),
+    )
     for phase in PHASES:
-        result[phase] = _timed(device, runs[phase], least[phase], recorded and phase != "step")
+        result[phase] = _time_op(
+            device, runs[phase], floor_bytes[phase], recorded and phase != "step"
+        )
     if device.type == "cuda" and recorded:
-        replay = _recorded_step(one)
+        replay = _recorded_step(draft)
         result["step"]["graph_ms"] = round(milliseconds(device, replay), 5)
     return result
 
 
-def _recorded_step(one: Loaded) -> Callable[[], None]:
-    graphed = one.graphed(CudaGraphs())
-    step = one.step(graphed)
+def _recorded_step(draft: LoadedDraft) -> Callable[[], None]:
+    graphed = draft.graphed(CudaGraphs())
+    step = draft.step(graphed)
     step()
     if graphed.eager:
-        raise RuntimeError(f"{one.load.name}: the proposal had no recording")
+        raise RuntimeError(f"{draft.load.name}: the proposal had no recording")
     return step

@@ -19,23 +19,30 @@ import torch
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.tools.gpu_check.drafters import TINY, Load
+from sglang_dflash.tools.gpu_check.drafters import TINY, BenchLoad
 from sglang_dflash.tools.gpu_check.floors import SHAPES, config_of
-from sglang_dflash.tools.gpu_check.parts import alone, floors, fold, phases, self_check, start
+from sglang_dflash.tools.gpu_check.parts import (
+    floors,
+    fold,
+    phases,
+    self_check,
+    start,
+    time_kernels,
+)
 from sglang_dflash.tools.gpu_check.timing import copy_bandwidth
 
 LOADS = (
-    Load(1, 4096, None),
-    Load(1, 4096, 4096),
-    Load(1, 131072, 4096),
-    Load(8, 4096, None),
-    Load(64, 4096, None),
-    Load(32, 32768, None),
-    Load(32, 4096, 4096),
-    Load(32, 131072, 4096),
-    Load(256, 1024, None),
+    BenchLoad(1, 4096, None),
+    BenchLoad(1, 4096, 4096),
+    BenchLoad(1, 131072, 4096),
+    BenchLoad(8, 4096, None),
+    BenchLoad(64, 4096, None),
+    BenchLoad(32, 32768, None),
+    BenchLoad(32, 4096, 4096),
+    BenchLoad(32, 131072, 4096),
+    BenchLoad(256, 1024, None),
 )
-TINY_LOADS = (Load(1, 96, None), Load(3, 200, 64))
+TINY_LOADS = (BenchLoad(1, 96, None), BenchLoad(3, 200, 64))
 # Numbers of requests for single kernels.
 BATCHES = (1, 8, 64, 256)
 
@@ -65,7 +72,7 @@ def plan(tiny: bool) -> dict[str, CheckPart]:
     parts["fold"] = CheckPart(partial(fold, device, dtype, *shape))
     for name, config in drafts.items():
         for requests in BATCHES[:2] if tiny else BATCHES:
-            run = partial(alone, config, requests, device, dtype)
+            run = partial(time_kernels, config, requests, device, dtype)
             parts[f"kernels/{name}/{requests}"] = CheckPart(run)
     for name, config in drafts.items():
         parts[f"start/{name}"] = CheckPart(partial(start, config, device, dtype))
@@ -107,7 +114,7 @@ def _run(part: CheckPart) -> dict[str, Any]:
     try:
         with torch.no_grad():
             result = part.run()
-    # GPUs are lent for minutes: one failed part must not cost the others.
+    # A failed part must not end the others: time on a GPU is scarce.
     except Exception as error:
         result = {"failed": f"{type(error).__name__}: {error}"}
     if torch.cuda.is_available():
@@ -116,8 +123,8 @@ def _run(part: CheckPart) -> dict[str, Any]:
 
 
 def _compare_with_floor(figures: dict[str, Any], bandwidth: float | None) -> None:
-    """Add `graph_over_floor` to each phase: the time from a graph, divided by the time of the
-    fewest bytes at a copy's bandwidth."""
+    """Add `graph_over_floor` to each phase: the time from a graph, divided by that of the fewest
+    bytes at a copy's bandwidth."""
     for timed in figures.values():
         if bandwidth and isinstance(timed, dict) and "graph_ms" in timed:
             floor_ms = 1000 * timed["floor_bytes"] / bandwidth

@@ -176,10 +176,7 @@ def spec_generate(
     length, drafts = positions[prompt_length, None], drafts or SampledDrafts(verify_block, device)
     result, bonus = Generation(), choose(start.logits, length - 1)
     done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
-    with (
-        capture_hidden(target, draft.config.target_layer_ids) as hidden,
-        target_cache.record_inputs(),
-    ):
+    with capture_hidden(target, draft.config.target_layer_ids) as hidden, target_cache.recording():
         while not done:
             noise, at = choose.noise(length), positions[int(length) :][:verify_block]
             drafted = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)), noise)

@@ -52,7 +52,7 @@ class TargetCache:
                 state.copy_(copy)
 
     @contextmanager
-    def record_inputs(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Record the inputs of recurrent layers in this context, for `keep`."""
 
         def hook(i: int) -> Callable[..., None]:

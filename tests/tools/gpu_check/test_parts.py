@@ -23,7 +23,7 @@ from sglang_dflash.tools import cli
 from sglang_dflash.tools.gpu_check import drafters, timing
 from sglang_dflash.tools.gpu_check import parts as parts_of_gpu
 from sglang_dflash.tools.gpu_check import plan as plans
-from sglang_dflash.tools.gpu_check.drafters import TINY, Load
+from sglang_dflash.tools.gpu_check.drafters import TINY, BenchLoad
 from sglang_dflash.tools.gpu_check.floors import config_of
 from sglang_dflash.tools.gpu_check.parts import PHASES
 
@@ -129,8 +129,8 @@ def test_replay_is_compared_with_what_it_saves(
     monkeypatch.setattr(gated_delta_fold, "fold_", kernel)
     monkeypatch.setattr(parts_of_gpu, "milliseconds", lambda *_: times.pop(0))
     device: Any = SimpleNamespace(type="cuda")
-    made = parts_of_gpu._replayed
-    monkeypatch.setattr(parts_of_gpu, "_replayed", lambda _, *of: made(CPU, *of))
+    made = parts_of_gpu._recorded_verify
+    monkeypatch.setattr(parts_of_gpu, "_recorded_verify", lambda _, *of: made(CPU, *of))
     found = plans.fold(device, torch.bfloat16, 2, 4, 2, 1, 16)
     assert found.get("failed", "").startswith(failed or "") and ("failed" in found) == bool(failed)
 
@@ -196,7 +196,7 @@ def test_phases_on_a_gpu(
     monkeypatch.setattr(timing, "REPEATS", 2)
     cuda, config = torch.device("cuda"), config_of("z-lab/Qwen3-8B-DFlash-b16")
     assert plans.copy_bandwidth(cuda) == 2 * (1 << 30) / 0.002
-    found = plans.phases(config, Load(2, 8192, 4096), cuda, torch.bfloat16)
+    found = plans.phases(config, BenchLoad(2, 8192, 4096), cuda, torch.bfloat16)
     assert found["attention"] == "triton" and found["host_waits"] is None
     assert {found[phase]["graph_ms"] for phase in PHASES} == {2.0}
     # Four phases; two recordings in every step, one step of which is not timed.
@@ -211,7 +211,7 @@ def test_kernels_and_a_start_on_a_gpu(
     monkeypatch.setattr(timing, "REPEATS", 2)
     monkeypatch.setattr(parts_of_gpu, "RECORDED", (1, 2))
     cuda, config = torch.device("cuda"), config_of("z-lab/Qwen3.8-27B-DFlash2")
-    found = plans.alone(config, 64, cuda, torch.bfloat16)
+    found = plans.time_kernels(config, 64, cuda, torch.bfloat16)
     assert set(found) == {
         "largest", "largest, sampled", "accept", "lookup", "candidates", "torch.topk", "walk"
     }  # fmt: skip
