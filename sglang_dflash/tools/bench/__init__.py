@@ -1,1 +1,1 @@
-"""Measuring: servers to measure, a client that measures them, and the demo."""
+"""Benchmarks: servers, the client that measures them, the check of outputs, and reports."""

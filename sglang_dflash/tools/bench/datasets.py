@@ -20,7 +20,7 @@ from sglang_dflash.tools.bench import conversations
 from sglang_dflash.tools.bench.conversations import Message
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
-# What is sent: a text, token ids, or the messages of a chat.
+# The content of a request: a text, token ids, or the messages of a chat.
 Input = str | list[int] | list[Message]
 
 
@@ -58,7 +58,7 @@ class Prompt(NamedTuple):
         return "".join(turn + answer for turn, answer in before) + self.turns[len(answers)]
 
 
-# A prompt and the answers to its turns so far -> what is sent next.
+# A prompt and the answers to its turns so far -> the content of the next request.
 Encode = Callable[[Prompt, list[str]], Input]
 
 
@@ -192,7 +192,7 @@ def stdlib_functions() -> list[Prompt]:
         Prompt(("".join(function.lines[: len(function.lines) // 2]),), chat=False)
         for function in held_out_functions()
     ]
-    # Overloads for other Pythons begin alike.
+    # Variants of a function for other Python versions begin alike.
     return list(dict.fromkeys(halves))
 
 
@@ -288,13 +288,13 @@ def _fetch(name: str) -> list[Prompt]:
     import datasets
 
     dataset = HUB[name]
-    # The library would try for half a minute before it looks into its cache.
+    # `datasets` would retry for half a minute before it looks into its cache.
     reason = unreachable(dataset.repository)
     if reason is not None:
         datasets.config.HF_HUB_OFFLINE = True
     try:
         rows = datasets.load_dataset(dataset.repository, dataset.config, split=dataset.split)
-    # The hub, its client and the network raise many types; the way out is the same for all.
+    # The hub, its client and the network raise many types of errors; the advice is the same.
     except Exception as error:
         required = f"could not be fetched ({cut(reason or str(error))}); give {{dataset_file}}"
         required += f", or one of {', '.join(BUILT_IN)}"

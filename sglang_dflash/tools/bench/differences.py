@@ -18,7 +18,7 @@ _NEAR_FLOAT32, _NEAR_16_BITS = 1e-3, 0.25
 
 
 class Difference(NamedTuple):
-    """The first place where an answer is not the first arm's.
+    """The first difference of an answer from the first arm's.
 
     Attributes:
         before: the first arm's answers to earlier turns.

@@ -216,7 +216,7 @@ class OpenAI:
             thinking = {"enable_thinking": self.thinking}
             prompt_fields = {"messages": prompt, "chat_template_kwargs": thinking}
         if ignore_eos:
-            # An extension of OpenAI's API, so it is sent only if it is needed.
+            # This field is an extension of the API, so it is sent only if it is needed.
             prompt_fields["ignore_eos"] = True
         body = {
             "model": self.model,
@@ -335,7 +335,7 @@ Endpoint = SGLang | OpenAI
 
 
 def endpoint(url: str) -> Endpoint:
-    """The kind of server at that address.
+    """Return the endpoint of the server at a URL, by its kind.
 
     Raises:
         Failed: neither kind answers, or our worker simulates its acceptance.
@@ -385,7 +385,7 @@ def run(
 
     compiled, before, began = compilations(server.log), server.count_steps(), time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
-        # The first failure cancels what has not begun.
+        # The first failure cancels conversations that have not begun.
         answers = list(pool.map(converse, prompts))
     seconds = time.perf_counter() - began
     all_answers = [answer for turns in answers for answer in turns]

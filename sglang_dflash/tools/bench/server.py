@@ -286,7 +286,7 @@ class Server(ServerProcess):
 
 @contextmanager
 def together(servers: Iterable[ServerProcess]) -> Iterator[None]:
-    """Start all of them side by side, wait for all, and end all. Raises Failed."""
+    """Start all servers at once, wait for all, and end all. Raises Failed."""
     started: list[ServerProcess] = []
     try:
         for server in servers:

@@ -148,7 +148,7 @@ class VLLMConfig:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=10):
                 return True
-        # Nothing listens yet, or not for this path.
+        # Nothing listens on the port yet, or the path is not served yet.
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             return False
 
