@@ -24,7 +24,7 @@ from sglang_dflash.plugins.repairs import patches as repairs
 from sglang_dflash.serving import patches as serving
 from tests import ROOT
 
-PAGE = ROOT / "tests/README.md"
+PAGE, ENGINE = ROOT / "tests/README.md", ROOT / "tests/engine"
 MARKER = "<!-- Below: written by `python -m tests.promises`. -->\n"
 # Rows that the repairs share with our worker count as the worker's.
 PATCHES = (
@@ -77,6 +77,36 @@ def runs() -> Iterator[str]:
         yield f"| {name} | {command} |\n"
 
 
+def requests() -> Iterator[str]:
+    """The requests and checks that the table of test_exactness.py names."""
+    yield "\n### Answers that are plain decoding's, and how drafts are proven to be in use\n\n"
+    yield "| rows of engine/test_exactness.py ask or check | in |\n|---|---|\n"
+    table = ast.parse((ENGINE / "test_exactness.py").read_text())
+    modules = {
+        name.asname or name.name: name.name
+        for node in table.body
+        if isinstance(node, ast.ImportFrom) and node.module == "tests.engine"
+        for name in node.names
+    }
+    named = {
+        (modules[node.value.id], node.attr)
+        for node in ast.walk(table)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in modules
+    }
+    for module in sorted(modules.values()):
+        for node in ast.parse((ENGINE / f"{module}.py").read_text()).body:
+            if isinstance(node, ast.FunctionDef) and (module, node.name) in named:
+                told = summary(node).removesuffix(".")
+                yield f"| `{node.name}`{told and ': '}{told} | {module}.py |\n"
+
+
+def summary(node: ast.Module | ast.FunctionDef) -> str:
+    """The first paragraph of a docstring, as one line."""
+    return " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+
+
 def files() -> Iterator[str]:
     """Every module below tests/, by folder, with the first line of its docstring."""
     folders = defaultdict(list)
@@ -86,14 +116,13 @@ def files() -> Iterator[str]:
     for folder, paths in sorted(folders.items()):
         yield f"\n### {folder}\n\n"
         for path in paths:
-            docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-            yield f"- `{path.name}`: {' '.join(docstring.partition(chr(10) * 2)[0].split())}\n"
+            yield f"- `{path.name}`: {summary(ast.parse(path.read_text()))}\n"
 
 
 def page() -> str:
     """The page as it should be: what is above the marker stays."""
     above, _, _ = PAGE.read_text().partition(MARKER)
-    parts = (*promises(), *runs(), "\n## Files\n", *files())
+    parts = (*promises(), *requests(), *runs(), "\n## Files\n", *files())
     return above + MARKER + "".join(parts)
 
 
