@@ -79,8 +79,8 @@ def plan(tiny: bool) -> dict[str, CheckPart]:
     for name, config in drafts.items():
         for load in TINY_LOADS if tiny else LOADS:
             run = partial(phases, config, load, device, dtype)
-            least = floors(config, load, dtype.itemsize)
-            parts[f"phases/{name}/{load.name}"] = CheckPart(run, least)
+            least_bytes = floors(config, load, dtype.itemsize)
+            parts[f"phases/{name}/{load.name}"] = CheckPart(run, least_bytes)
     return parts
 
 
