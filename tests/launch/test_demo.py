@@ -14,6 +14,7 @@ from launch.demo.main import (
     MEASURED,
     MeasuredAnswer,
     config_of,
+    loops,
     median_prompt,
     outcome,
     prompts_of,
@@ -53,6 +54,11 @@ def test_an_answer_as_it_was_at_a_moment() -> None:
 def test_the_picture_is_of_the_median_prompt() -> None:
     plain = [MeasuredAnswer([1], 0, seconds) for seconds in (3.0, 8.0, 2.0, 4.0)]
     assert median_prompt(plain, [MeasuredAnswer([1], 1, 1.0)] * 4) == 0
+    # Of the answers that do not loop.
+    plain[0] = MeasuredAnswer([*range(12)] * 2, 0, 3.0)
+    assert not loops([*range(12), *range(11)]) and loops(plain[0].ids)
+    assert median_prompt(plain, [MeasuredAnswer([1], 1, 1.0)] * 4) == 3
+    assert median_prompt(plain[:1], plain[:1]) == 0
 
 
 def test_a_panel_is_clipped_to_the_last_lines() -> None:
