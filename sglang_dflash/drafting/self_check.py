@@ -199,10 +199,13 @@ def _used(lengths: Tensor, seen: Tensor) -> Sequence[Tensor]:
 
 
 def op_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
-    """The operations of a step, and those of the head; `check_ops` has the arguments.
+    """The operations of a step, and those of the head; `check_ops` has the arguments."""
+    of_head = model.head.check_cases(RandomInputs(model), REQUESTS, block)
+    return _step_cases(model, block, verify_block) | of_head
 
-    Each run has copies: operations may overwrite.
-    """
+
+def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
+    """The operations of a draft with any head. Each run has copies: operations may overwrite."""
     config, draw = model.config, RandomInputs(model)
     layers = cast(Sequence[Any], model.layers)
     layer, shape, eps = layers[0], (REQUESTS, block), config.rms_norm_eps
@@ -259,7 +262,7 @@ def op_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
             *ops.seen_before(drafts[:, 0].contiguous(), texts, requests, verify_block - 1)
         ),
     }
-    return cases | model.head.check_cases(RandomInputs(model), REQUESTS, block)
+    return cases
 
 
 def _compare(name: str, got: Any, expected: Tensor, computed_in: torch.dtype | None = None) -> None:
