@@ -278,6 +278,8 @@ def test_the_series_tell_if_sglangs_worker_serves(
 
     spec = SimpleNamespace(speculative_num_draft_tokens=8, speculative_draft_window_size=None)
     monkeypatch.setattr(choose_worker, "get_spec", lambda: spec)
+    # Installed patches would stay for the tests after this one.
+    monkeypatch.setattr(choose_worker, "install_late", lambda *_: None)
     monkeypatch.setattr("sglang_dflash.serving.start.build.metric_labels", lambda: LABELS)
     worker = choose_worker.builtin_worker(Theirs, "--pp-size")(7)
     assert (worker.server_args, worker.builtin_reason) == (7, "--pp-size")
