@@ -19,7 +19,7 @@ from sglang_dflash.drafting.packed import has_amx, packs_float16
 from sglang_dflash.serving.start.flags import TYPED
 from sglang_dflash.tools.bench.server import Server
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
-from tests.commands import commands, snippets
+from tests.commands import Printed, commands, snippets
 from tests.engine import workload
 from tests.engine.client import counts
 from tests.engine.servers import DFLASH, DFLASH_FLAGS, PAIR, ServerConfig
@@ -72,12 +72,18 @@ def test_the_readme_command_serves_in_16_bits_and_little_memory(
 def test_the_readmes_clients_get_an_answer(server: Any) -> None:
     """`curl` and the Python of the README, at this server's address instead of the default one."""
     here = ("http://127.0.0.1:30000", server.url)
-    answers, before = [], counts(server)
-    for curl in commands("curl"):
+
+    def answer(curl: Printed) -> str:
         words = [word.replace(*here) for word in curl.words]
         done = subprocess.run([*words, "-sf"], check=True, capture_output=True, text=True)
-        answers.append(json.loads(done.stdout))
-    assert any("choices" in one and one["choices"][0]["text"] for one in answers)
+        return json.loads(done.stdout)["choices"][0]["text"]
+
+    of_readme, others = [], []
+    for curl in commands("curl"):
+        (of_readme if curl.page == "README.md" else others).append(curl)
+    assert all(map(answer, others))
+    before = counts(server)
+    assert of_readme and all(map(answer, of_readme))
     (snippet,) = snippets()
     python = [sys.executable, "-c", snippet.replace(*here)]
     assert subprocess.run(python, check=True, capture_output=True, text=True).stdout.strip()
