@@ -1,5 +1,4 @@
-"""The drafter as its callers see it: it absorbs what the target computed, and proposes the next
-block."""
+"""The drafter: it absorbs the target's hidden states, and proposes the next block."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class Proposer(Protocol):
         keep: Tensor | None = None,
         written: Sequence[ContextWrite] | None = None,
     ) -> None:
-        """Take in tokens that the target has computed.
+        """Write draft K/V of tokens that the target has computed.
 
         Args:
             target_hidden: `[N, F * E]`, outputs of the target layers that the draft reads, side by
@@ -162,8 +161,8 @@ def sanitize(features: Tensor) -> tuple[Tensor, Tensor]:
     """Replace NaN and Inf by zeros. Returns features `[N, E]`, and bool `[N]`, True for a
     token whose hidden states held one.
 
-    Masked entries take part in 0 times V: a NaN would reach other requests. One that is in the
-    hidden states is in every feature, since each is a sum over all of them; so the first one tells.
+    Attention multiplies masked entries by 0, and 0 times NaN would reach other requests. Every
+    feature is a sum over all hidden states, so that checking the first one suffices.
     """
     return features.nan_to_num(0.0, 0.0, 0.0), ~features[:, 0].isfinite()
 

@@ -1,4 +1,4 @@
-"""The draft layers of one reach at work: their K/V, and attention over it."""
+"""Draft layers with one reach, their KV cache and their attention."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class KVGroup:
     """Draft layers that read the same of a request.
 
     Attributes:
-        layers: which, and how they attend.
+        layers: the layers' numbers and their reach.
         cache: their K/V.
-        attention: theirs; its layer 0 is the first of the group.
+        attention: over the cache; its layer 0 is the first of the group.
     """
 
     layers: LayerGroup
@@ -53,7 +53,7 @@ class KVGroup:
         return self.layers.reach
 
     def fair_share(self, requests: int, running: int) -> int:
-        """Entries that so many requests may take of a ring that `running` have to share."""
+        """Entries that `requests` requests may take of a ring that `running` of them share."""
         return requests * self.cache.num_entries // running
 
     def prepare(self, model: DraftModel, requests: RequestSlots, counters: DraftCounters) -> None:
@@ -72,7 +72,7 @@ class KVGroup:
         keep: Tensor | None,
         written: ContextWrite,
     ) -> None:
-        """Enter tokens, and store their K/V.
+        """Assign entries to tokens, and store their K/V.
 
         Args:
             kv: `[N, L, 2, G, D]`, of all draft layers, from `DraftModel.project_context`.
@@ -82,7 +82,7 @@ class KVGroup:
         tokens, fair_share = written
         slots = slots[tokens]
         if not len(slots):
-            # A chunk of a prompt that other groups see.
+            # This group sees nothing of this chunk of a prompt.
             return
         entries = self.cache.place(slots, None if keep is None else keep[tokens], fair_share)
         self.store(model, kv, positions[tokens], entries, tokens)
@@ -104,9 +104,9 @@ class KVGroup:
             tokens: indices int64 `[M]` of these tokens in `kv`; a slice for adjacent ones.
         """
         for model_layers, cache_layers in self._layer_slices:
-            of_cache = self.cache.kv[:, cache_layers]
+            cache_kv = self.cache.kv[:, cache_layers]
             model.write_context(
-                kv[tokens, model_layers], model_layers, positions, of_cache, entries
+                kv[tokens, model_layers], model_layers, positions, cache_kv, entries
             )
 
     @cached_property
@@ -121,6 +121,6 @@ class KVGroup:
 
 
 def clear(groups: Sequence[KVGroup]) -> None:
-    """`DraftKVCache.clear`, in every cache."""
+    """Clear the caches of all groups."""
     for group in groups:
         group.cache.clear()

@@ -201,7 +201,7 @@ class DFlashSpecWorker(BaseSpecWorker):
 
     @property
     def draft_worker(self) -> None:
-        """There is none: the drafter is no ModelRunner."""
+        """None, because the drafter is not a ModelRunner."""
         return None
 
     def _draft_model_runners(self) -> tuple[Any, ...]:
@@ -266,7 +266,7 @@ def metric_labels() -> dict[str, Any] | None:
 
 def fused_sampler(ops: TorchOps, sampler: Any) -> Largest | None:
     """Return our sampling kernel for whole distributions; None for SGLang's sampler: on CPUs, under
-    deterministic inference, which promises the tokens of SGLang alone, and with a sampler of the
+    deterministic inference, which promises SGLang's own tokens, and with a sampler of the
     operator's own (`register_sampler_backend`)."""
     if type(ops) is TorchOps or type(sampler) is not Sampler or sampler.enable_deterministic:
         return None

@@ -43,7 +43,7 @@ logger = Log(__name__)
 
 
 def check_pair(server_args: Any) -> None:
-    """Before SGLang resolves its speculative settings, in the launching process.
+    """Check a pair in the launching process, before SGLang resolves its speculative settings.
 
     Raises:
         ConfigError: the draft checkpoint, the pair or our settings cannot work; the message names
@@ -57,9 +57,9 @@ def check_pair(server_args: Any) -> None:
             "server decodes plainly; add --speculative-algorithm DFLASH"
         )
     requested = _dflash_requested(settings)
-    other = settings.speculative_algorithm is not None and not requested
-    # Without an algorithm SGLang reads the draft's config all the same.
-    distrust(None if other else settings.speculative_draft_model_path)
+    uses_another = settings.speculative_algorithm is not None and not requested
+    # SGLang reads the draft's config even without an algorithm.
+    distrust(None if uses_another else settings.speculative_draft_model_path)
     if not requested:
         flags.warn_without_effect(server_args, "without --speculative-algorithm DFLASH")
         return
@@ -81,7 +81,7 @@ def _take_published_draft(server_args: Any, target: str) -> None:
 
 
 def _check(server_args: Any, settings: Any) -> None:
-    """`check_pair`. Errors name settings."""
+    """Check target, draft, options and device. Errors name settings, not flags."""
     builtin = flags.ServerFlags.of(server_args).worker == "builtin"
     if builtin:
         flags.warn_without_effect(server_args, "with --speculative-dflash-worker builtin")
@@ -125,15 +125,15 @@ def _check(server_args: Any, settings: Any) -> None:
 
 def _warn_of_precision(settings: Any, model: Any, folder: str) -> None:
     target, draft = settings.model_path, settings.speculative_draft_model_path
-    of_target, of_draft = model.hf_config.to_dict(), read_draft(folder)
-    for warning in other_precision(target, of_target, draft, of_draft):
+    target_config, draft_config = model.hf_config.to_dict(), read_draft(folder)
+    for warning in other_precision(target, target_config, draft, draft_config):
         logger.warning("%s", warning)
 
 
 def _check_device(
     server_args: Any, settings: Any, config: DraftConfig, device: torch.device
 ) -> None:
-    """Raise ConfigError if draft attention or the dtype of draft K/V cannot be had there."""
+    """Raise ConfigError if draft attention or the dtype of draft K/V is not available on it."""
     asked = asked_attention(server_args)
     # SGLang's names are torch's. With auto, the worker judges what the models' configs decide.
     of_models = getattr(torch, settings.dtype, torch.bfloat16)
@@ -158,7 +158,7 @@ def _check_target_class(model: Any) -> None:
         return
     from sglang.srt.models.registry import ModelRegistry  # Imports every model.
 
-    # Of a name that it does not know SGLang makes one of its classes for Transformers' models.
+    # SGLang serves an unknown architecture with its class for Transformers' models.
     known = any(map(ModelRegistry.is_arch_supported, names))
     if not known or not hasattr(ModelRegistry.resolve_model_cls(names)[0], METHOD):
         raise unserved_class(model.model_path, names)
@@ -224,7 +224,7 @@ class LateChoice:
 
     def __call__(self, *, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> Any:
         """Build our worker, or SGLang's."""
-        # The launching process, which checks the pair, does not need what serves it.
+        # The launching process, which checks the pair, does not need these modules.
         from sglang_dflash.serving.start.build import DFlashSpecWorker
         from sglang_dflash.serving.start.target_head import unserved_target
 

@@ -51,7 +51,7 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
     began = time.perf_counter()
     model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
     if device.type == "cpu":
-        # As the target's: with float32 rows its weights may be float16.
+        # Pack as the target is packed: its weights may be float16 beside float32 activations.
         head = unwrap_lora_layer(getattr(runner.model, "lm_head", None))
         model.pack(isinstance(packed_of(head), Float16))
     load_seconds = time.perf_counter() - began

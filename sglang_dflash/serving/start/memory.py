@@ -1,7 +1,7 @@
 """Memory of the drafter and of verification, in SGLang's sizing of the target's pools.
 
-SGLang charges a draft slot per target token, of all layers. Here it charges the layers that have
-one, and rings are taken out of its budget.
+SGLang charges draft K/V of all layers for each target token. We let it charge only the layers that
+have an entry per slot, and subtract rings from its budget.
 
 The worker's `MemoryPlan` reaches the sizing in SGLang's own description of the draft
 (`SpecAuxHiddenStateConfig`), which the target's runner passes to its `KVCacheConfigurator`.
@@ -125,8 +125,11 @@ def _narrow_forwards(plan: Plan, model_config: Any) -> NarrowForwards:
 
 
 def note_plan(owner: Any, plan: MemoryPlan, **changed: Any) -> None:
-    """Put the plan, and other changes, into the description of the draft that the target's runner
-    has, before SGLang sizes its pools, and then its `KVCacheConfigurator`."""
+    """Attach the plan, and other changes, to SGLang's description of the draft.
+
+    Args:
+        owner: the target's runner, before SGLang sizes its pools; then its `KVCacheConfigurator`.
+    """
     described = {**msgspec.structs.asdict(owner.spec_aux_config), **changed, "plan": plan}
     owner.spec_aux_config = PlannedDraft(**described)
 
@@ -221,8 +224,8 @@ def running_requests_of(runner: Any) -> int | None:
 
 
 def note_eager_steps(configurator: Any) -> None:
-    """Steps that were to be recorded are not: SGLang's sizing after the captures leaves them what
-    they take."""
+    """Note that draft steps run eagerly after all: SGLang's sizing after the captures then leaves
+    memory for them."""
     plan = plan_of(configurator)
     if plan is not None:
         note_plan(configurator, replace(plan, recorded=False))

@@ -1,4 +1,4 @@
-"""The parts of a server's drafter, in one value: it gives the bytes to the sizing, builds the
+"""All decisions about a server's drafter, in one value: it tells the sizing the bytes, builds the
 caches with their attention, and checks them. No SGLang here."""
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Plan:
 
     Attributes:
         policy: chooses verify widths.
-        backend: of draft attention.
-        kv_dtype: of draft K/V.
+        backend: the draft attention backend.
+        kv_dtype: the dtype of draft K/V.
         running: --max-running-requests.
         disaggregated: whether draft K/V of prompts goes to another server, page by page as the
             target's.
         hierarchical: whether cached prefixes go to host memory and come back.
         attention: the name of `backend`.
-        recorder: makes what records the drafter's steps; None if they run eagerly.
+        recorder: creates the `Recorder` of draft steps; None if they run eagerly.
         rollback: of recurrent layers; None without any, or if the server verifies nothing.
         is_checked: whether kernels and recorded steps are compared with torch.
         extension: an experiment's parts.
-        load_seconds: that loading the draft took.
+        load_seconds: the time that loading the draft took.
     """
 
     model: DraftModel
@@ -77,8 +77,8 @@ class Plan:
 
     @property
     def waiting_steps(self) -> int:
-        """Plain steps whose hidden states wait to be absorbed, at most. Beside another server none:
-        what it sends may be in their slots before they are absorbed."""
+        """Most plain steps whose hidden states wait to be absorbed. With disaggregation they are
+        absorbed at once: what another server sends may be in their slots before."""
         return 1 if self.disaggregated else PLAIN_STEPS
 
     def warnings(self, names: Mapping[str, str]) -> list[Finding]:

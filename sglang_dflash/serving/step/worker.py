@@ -53,15 +53,15 @@ class DFlashWorker:
 
     Attributes:
         verify_block: B.
-        features: F * E, numbers that the drafter reads of a token that the target has computed.
-        running: requests that run at a time, at most.
+        features: F * E, the width of the hidden states that the drafter reads of a token.
+        running: most requests that run at a time.
         req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
-        accept: what a step commits, of drafted and of the target's tokens.
+        accept: the accept rule, from drafts and the target's tokens to what a step commits.
         rollback: of recurrent layers; None without them.
-        ranks: their common choices.
+        ranks: make tensor-parallel ranks agree on tokens.
         lookup: of drafts in the requests' texts; None without.
         host_tier: of draft K/V in host memory; None without a hierarchical cache.
-        waiting_steps: plain steps whose hidden states wait for the drafter, at most.
+        waiting_steps: most plain steps whose hidden states may wait for the drafter.
         seeds: of the running requests.
         figures: what /server_info and /metrics show.
     """
@@ -99,13 +99,13 @@ class DFlashWorker:
         """One scheduler step. `on_publish` takes the new committed lengths when they are known."""
         publish = on_publish or (lambda _: None)
         if batch.forward_mode.is_idle():
-            self._interrupted()
+            self._stop_clocks()
             return self._idle(publish)
         with self.seeds.given(batch):
             if not batch.forward_mode.is_extend():
                 with self.figures.times.step():
                     return self._decode(batch, publish, grammar_barrier)
-            self._interrupted()
+            self._stop_clocks()
             self._run_host_copies(batch.out_cache_loc)
             self._pending_context.absorb()
             return self._prefill(batch, publish, grammar_barrier, pp_proxy_tensors)
@@ -114,8 +114,8 @@ class DFlashWorker:
         self, batch: ScheduleBatch, publish: Publish, barrier: Barrier | None, pp_proxy_tensors: Any
     ) -> GenerationBatchResult:
         if barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
-            # Decoding requests take part: the target samples their next token under grammars that
-            # must have seen their last ones.
+            # A mixed batch: the target samples the decoding requests' next tokens under grammars
+            # that must have seen their last ones.
             barrier()
         prompt = place_prompt(batch, self.req_to_token, self.drafter.groups, self.running)
         if self.lookup is not None:
@@ -126,13 +126,14 @@ class DFlashWorker:
         publish(result.new_seq_lens)
         hidden = result.logits_output.hidden_states
         if hidden is None:
-            # SGLang has read log-probabilities at chosen positions, and drops the rest. Drafts of
-            # requests with that prefix find nothing in it, and not what its slots held before.
+            # For log-probabilities SGLang keeps hidden states at the requested positions only.
+            # Zeros, so that drafts with this prefix do not read what the slots held before.
             hidden = torch.zeros(prompt.tokens, self.features, device=self.req_to_token.device)
         features = prompt.features(hidden)
         self.drafter.absorb(features, prompt.positions, prompt.slots, written=prompt.written)
         replace_hidden_states(batch, result.logits_output)
-        # Of decoding requests that take part, the host does not know the next token yet.
+        # In a mixed batch under overlap, the host does not know the decoding requests' next
+        # token yet.
         in_flight = int(batch.forward_mode.is_mixed() and batch.enable_overlap)
         result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens, in_flight)
         self.target_tokens.penalties.commit(batch, result.next_token_ids[:, None])
@@ -180,8 +181,8 @@ class DFlashWorker:
         return Step(rows, seq_lens, positions, slots, ends)
 
     def _propose(self, batch: ScheduleBatch, step: Step) -> tuple[Tensor, DraftsByRule | None]:
-        """The step's tokens int64 `[R, width]`: each request's bonus token, then drafts. And of
-        which drafts they were chosen; None if there was no choice."""
+        """Return the block int64 `[R, width]`, each request's bonus token and then drafts, and the
+        drafts by rule from which these were chosen; None if there was no choice."""
         bonus = batch.spec_info.bonus_tokens.long()
         if step.width == 1:
             return bonus[:, None], None
@@ -203,7 +204,7 @@ class DFlashWorker:
         target = self.target(batch, block, step.positions, step.slots)
         output = target.logits_output
         tokens = self.target_tokens(batch, output, block, step.positions, grammar)
-        accepted = self.accept(self._acceptable(batch, step, block), tokens)
+        accepted = self.accept(self._mask_unacceptable(batch, step, block), tokens)
         self.target_tokens.penalties.commit(batch, accepted.tokens, accepted.lengths)
         if output.sampling_mask_output is not None:
             sampling.keep_accepted_masks(output.sampling_mask_output, batch.sampling_info, accepted)
@@ -217,9 +218,10 @@ class DFlashWorker:
             self.rollback.commit(accepted.lengths, due)
         return target, accepted
 
-    def _acceptable(self, batch: ScheduleBatch, step: Step, block: Tensor) -> Tensor:
-        """The block, with -1 for drafts that are not to be accepted: of requests that take one
-        token per step, and those without a slot, or with one that the next bonus token needs."""
+    def _mask_unacceptable(self, batch: ScheduleBatch, step: Step, block: Tensor) -> Tensor:
+        """Return the block with -1 for drafts that must not be accepted: those of requests that
+        take one token per step, those without a slot, and those in a slot that the next bonus token
+        needs."""
         single = self.target_tokens.single_token_mask(batch)
         if single is not None:
             block = block.masked_fill(single[:, None], -1)
@@ -230,7 +232,7 @@ class DFlashWorker:
     def _commit(self, batch: ScheduleBatch, step: Step, output: Any, accepted: Accepted) -> None:
         """Pass the hidden states of the committed tokens (the old bonus token and the accepted
         drafts) to the drafter."""
-        # A batch that was padded has rows after the block's.
+        # A padded batch has more rows than the block.
         hidden = output.hidden_states[: step.positions.numel()]
         replace_hidden_states(batch, output)
         if step.width == 1:
@@ -248,8 +250,8 @@ class DFlashWorker:
         if tier is not None and tier.run_copies(self._pending_context.absorb, slots):
             self.widths.clock.begins_now()
 
-    def _interrupted(self) -> None:
-        """Something else than decode steps runs."""
+    def _stop_clocks(self) -> None:
+        """Stop the clocks: what runs next is no decode step."""
         self.widths.clock.interrupted()
         self.figures.times.interrupted()
 
@@ -269,15 +271,15 @@ class DFlashWorker:
     def take_over(self, batch: ScheduleBatch) -> None:
         """Take in requests whose prompts another server has computed, and whose draft K/V has
         arrived. Their first tokens are the batch's bonus tokens."""
-        theirs = batch.spec_info
+        arrived = batch.spec_info
         # Before them there may have been none.
         self.figures.times.interrupted()
         self.seeds.keep(batch)
-        self.target_tokens.penalties.commit(batch, theirs.bonus_tokens[:, None])
+        self.target_tokens.penalties.commit(batch, arrived.bonus_tokens[:, None])
         if self.lookup is not None:
             write_texts_taken_over(batch, self.lookup)
-        batch.spec_info = draft_input(theirs.bonus_tokens, batch.seq_lens, in_flight=0)
-        batch.spec_info.future_indices = theirs.future_indices
+        batch.spec_info = draft_input(arrived.bonus_tokens, batch.seq_lens, in_flight=0)
+        batch.spec_info.future_indices = arrived.future_indices
 
     def learn(self, steps: Sequence[RequestStep], width: int, accepted: Mapping[str, int]) -> None:
         """Take in the outcome of a step of that width.
