@@ -335,6 +335,9 @@ class AdaptiveWidth(WidthPolicy):
             self._again = width
 
     def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
+        # A step that failed has no outcome: its choice must not be taken for a later one's.
+        while self._open and self._open[0].width != width:
+            self._open.popleft()
         step = self._open.popleft() if self._open else _Chosen(width)
         if width == 1 or not requests:
             return

@@ -104,7 +104,7 @@ class DraftServer:
     Attributes:
         options: of the drafter.
         requests: R, --max-running-requests.
-        positions: of a row of the request-to-token table.
+        rows, positions: of the request-to-token table.
         ranks: of the tensor-parallel group.
         itemsize: of the draft's weights, and of the target's hidden states.
         kv: a rank's draft K/V (`memory.sizes.draft_kv`).
@@ -119,6 +119,7 @@ class DraftServer:
 
     options: ResolvedOptions
     requests: int
+    rows: int
     positions: int
     ranks: int
     itemsize: int
@@ -167,8 +168,7 @@ def draft_memory(config: DraftConfig, server: DraftServer) -> DraftMemory:
         activations=tokens * _activations(part) * itemsize,
         # And their concatenation.
         waiting_hidden=2 * server.waiting_steps * requests * (2 * 8 + hidden),
-        # SGLang's request-to-token table has a row more.
-        texts=4 * (requests + 1) * server.positions * options.looks_up,
+        texts=4 * server.rows * server.positions * options.looks_up,
         narrow_widths=narrow_width_bytes(
             server.narrow, requests=requests, positions=server.positions, hidden_bytes=hidden
         ),

@@ -229,9 +229,9 @@ def step_memory(raw: dict[str, Any]) -> DraftMemory:
     """The memory of draft steps of 5 requests, in float32."""
     config = DraftConfig.from_dict(raw)
     server = DraftServer(
-        options=Options().resolve(config), requests=5, positions=99, ranks=1, itemsize=4, kv=(),
-        tagged=False, attention=CAPABILITIES["torch"], processors=1, recorded=0, waiting_steps=0,
-        narrow=NarrowForwards(),
+        options=Options().resolve(config), requests=5, rows=6, positions=99, ranks=1, itemsize=4,
+        kv=(), tagged=False, attention=CAPABILITIES["torch"], processors=1, recorded=0,
+        waiting_steps=0, narrow=NarrowForwards(),
     )  # fmt: skip
     return draft_memory(config, server)
 

@@ -17,6 +17,7 @@ from sglang_dflash.drafting.width import (
     StepSeconds,
     Survival,
     WidthPolicy,
+    _Chosen,
 )
 
 WIDTHS = (1, 4, 8)
@@ -363,3 +364,11 @@ def test_unknown_costs_are_in_proportion_to_the_nearest_bucket() -> None:
     seconds.record(CostBucket.of(16, 500), 1, 5.0)
     assert seconds.at(CostBucket.of(16, 500)) == {1: 5.0, 4: 20.0, 8: 40.0}
     assert seconds.at(CostBucket.of(2, 500)) == {1: 1.0, 4: 4.0, 8: 8.0}
+
+
+def test_a_step_without_an_outcome_is_not_taken_for_a_later_one() -> None:
+    """A step that failed is chosen and never observed; the probe after it paid."""
+    policy = AdaptiveWidth(WIDTHS)
+    policy._open.extend((_Chosen(WIDTHS[0]), _Chosen(WIDTHS[-1], pays=1.0, is_probe=True)))
+    policy.observe(["r"], WIDTHS[-1], [WIDTHS[-1] - 1])
+    assert policy._again == WIDTHS[-1] and not policy._open

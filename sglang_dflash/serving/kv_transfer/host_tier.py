@@ -202,8 +202,8 @@ class HostTier:
         if fair_share is None or len(tokens) <= fair_share:
             return tokens
         # The first ones may be sinks.
-        sinks = group.reach.sinks
-        return torch.cat((tokens[:sinks], tokens[sinks - fair_share :]))
+        sinks = min(group.reach.sinks, fair_share)
+        return torch.cat((tokens[:sinks], tokens[len(tokens) - (fair_share - sinks) :]))
 
     def _fair_share(self, group: KVGroup) -> int | None:
         return group.fair_share(1, self._running) if group.reach.is_bounded else None

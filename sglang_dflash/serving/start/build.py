@@ -118,12 +118,13 @@ class DFlashSpecWorker(BaseSpecWorker):
         rows, positions = requests.size, requests.req_to_token.shape[1]
         # If sliding layers have a pool of their own, `size` is the smaller one's.
         tokens = allocator.size_full
-        running = memory.running_requests_of(runner)
-        groups = plan.groups(tokens, tokens + allocator.page_size, rows, positions, running)
+        # Rings are for the requests that the pools let run: recurrent states may let fewer.
+        self._running = memory.running_requests_of(runner) or plan.running
+        groups = plan.groups(tokens, tokens + allocator.page_size, rows, positions, self._running)
         if plan.is_checked:
             plan.check(groups, rows)
         if plan.hierarchical:
-            self._host_tier = HostTier(groups, plan.running, sends=plan.disaggregated)
+            self._host_tier = HostTier(groups, self._running, sends=plan.disaggregated)
             self._host_tier.attach(allocator)
         self._pages, head = DraftKVPages(groups), target_head(runner.model)
         make = plan.extension.make_drafter or Drafter
@@ -160,7 +161,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         return DFlashWorker(
             verify_block=block,
             features=plan.model.config.target_hidden_width,
-            running=plan.running,
+            running=self._running,
             req_to_token=req_to_token,
             widths=widths,
             drafter=drafter,

@@ -73,6 +73,7 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
     return Plan(
         model, options, policy, backend, tp, device, dtype,
         running=server_args.max_running_requests or 48,
+        arriving=(settings.disaggregation_decode_extra_slots or 0) if role == "decode" else 0,
         disaggregated=role in ("prefill", "decode"),
         hierarchical=settings.enable_hierarchical_cache,
         attention=attention,

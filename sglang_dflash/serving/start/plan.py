@@ -43,6 +43,8 @@ class Plan:
         backend: the draft attention backend.
         kv_dtype: the dtype of draft K/V.
         running: --max-running-requests.
+        arriving: requests whose prompts come from other servers, which have rows of SGLang's
+            request-to-token table beside the running ones.
         disaggregated: whether draft K/V of prompts goes to another server, page by page as the
             target's.
         hierarchical: whether cached prefixes go to host memory and come back.
@@ -62,6 +64,7 @@ class Plan:
     device: torch.device
     kv_dtype: torch.dtype
     running: int
+    arriving: int = 0
     disaggregated: bool = False
     hierarchical: bool = False
     attention: str = "torch"
@@ -110,6 +113,7 @@ class Plan:
         return DraftServer(
             options=self.options,
             requests=self.running,
+            rows=self.running + self.arriving + 1,
             positions=positions,
             ranks=self.tp.size,
             itemsize=self.model.dtype.itemsize,

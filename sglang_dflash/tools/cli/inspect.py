@@ -87,6 +87,11 @@ def run(args: argparse.Namespace) -> None:
     if command is not None and command.not_reckoned:
         left_out = ", ".join(command.not_reckoned)
         report["warnings"].insert(0, f"not part of the arithmetic: {left_out}")
+    if command is not None and not {"mem_fraction", "kv_memory_gib"} & given(args, Serving).keys():
+        report["warnings"].append(
+            "the command has no --mem-fraction-static: SGLang chooses a fraction by the GPU and "
+            f"the model, often a smaller one than the {serving.mem_fraction:g} of these figures"
+        )
     if args.sessions is not None and serving.context is None:
         raise ConfigError("sessions", args.sessions, "needs {context}, the tokens of a request")
     report["suggestions"] = None

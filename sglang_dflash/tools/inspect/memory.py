@@ -247,6 +247,7 @@ def _draft_memory(
     server = DraftServer(
         options=options,
         requests=requests,
+        rows=requests + 1,
         positions=(options.context or 0) + headroom(options.verify_block),
         ranks=serving.tp_size,
         itemsize=KV_DTYPES["bfloat16"],

@@ -199,6 +199,9 @@ def flags_of(set_up: SetUp) -> str:
 def command_of(pair: Pair, set_up: SetUp, requests: int) -> str:
     """The launch command of a server that runs so many requests."""
     settings = {**_given(pair.options), **_given(pair.serving)}
+    if pair.serving.kv_memory_gib is None:
+        # Without the flag SGLang chooses another fraction, by the GPU and the model.
+        settings["mem_fraction"] = pair.serving.mem_fraction
     settings |= {**set_up.options, **set_up.serving}
     decision, _ = decide_pair(pair.target, pair.draft, pair.options, pair.serving, pair.builtin)
     settings |= _bounds(requests, bool(decision.geometry.recurrent_layers))

@@ -123,6 +123,16 @@ def test_sinks_come_back_if_not_everything_fits() -> None:
     assert (tier.loaded, tier.loaded_draft) == (8, 6)
 
 
+@pytest.mark.parametrize("running", [3, 6, 8])
+def test_a_share_below_the_sinks_is_a_bound(running: int) -> None:
+    """A request may take 4, 2 or 1 of 12 entries; each token is loaded once."""
+    cache = RingKVCache(12, SLOTS, SHAPE, torch.float32, "cpu")
+    of_cache = group(cache, Reach(2, 2))
+    tier = HostTier([of_cache], running=running)
+    chosen = tier._chosen(of_cache, torch.ones(8, dtype=torch.bool)).tolist()
+    assert chosen == {3: [0, 1, 6, 7], 6: [0, 1], 8: [0]}[running]
+
+
 def test_host_memory_is_taken_as_it_is_write_kv() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

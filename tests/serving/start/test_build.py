@@ -19,6 +19,7 @@ from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.memory.draft_memory import NarrowForwards, draft_memory
 from sglang_dflash.plugins.platform_cpu.attention import CpuKVPool
 from sglang_dflash.serving.start import build, decide
 from sglang_dflash.serving.start.build import DFlashSpecWorker
@@ -91,7 +92,9 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_dflash.serving.gpu.graphs.captured_sizes", lambda _most: (2,))
 
 
-def started(kv_tokens: int = SLOTS - 1, allocator: Any = None, **ours: Any) -> Any:
+def started(
+    kv_tokens: int = SLOTS - 1, allocator: Any = None, role: str = "null", **ours: Any
+) -> Any:
     """Return the worker after SGLang's three calls."""
     if allocator is None:
         allocator = SimpleNamespace(size=kv_tokens, size_full=kv_tokens, page_size=1)
@@ -108,7 +111,8 @@ def started(kv_tokens: int = SLOTS - 1, allocator: Any = None, **ours: Any) -> A
     given: Any = SimpleNamespace(
         device="cpu",
         enable_deterministic_inference=False,
-        disaggregation_mode="null",
+        disaggregation_mode=role,
+        disaggregation_decode_extra_slots=5,
         enable_hierarchical_cache=False,
         speculative_num_draft_tokens=None,
         speculative_dflash_block_size=None,
@@ -162,6 +166,23 @@ def test_every_slot_has_draft_kv_if_sliding_layers_have_a_pool(entries: int) -> 
     drafter.absorb(torch.randn(len(slots), width), torch.arange(len(slots)), slots)
     requests = RequestSlots(table, torch.tensor([1]), torch.tensor([len(slots)]), len(slots))
     assert drafter.propose(torch.tensor([3]), requests).shape == (1, worker.dflash.verify_block)
+
+
+def test_rings_are_shared_by_the_requests_that_the_pools_let_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Recurrent states may let fewer run than --max-running-requests, which is 2 here."""
+    monkeypatch.setattr(build.memory, "running_requests_of", lambda _: 1)
+    assert started().dflash.running == 1
+
+
+@pytest.mark.parametrize(("role", "rows"), [("null", 3), ("decode", 8)])
+def test_every_row_of_the_table_has_its_texts(role: str, rows: int) -> None:
+    """On a decode server requests that arrive have rows, too: 5 here."""
+    plan = started(role=role)._plan
+    server = plan.server(10, 0, NarrowForwards())
+    looks_up = replace(server, options=replace(plan.options, looks_up=True))
+    assert draft_memory(plan.model.config, looks_up).texts == 4 * rows * 10
 
 
 def test_the_models_dtype_is_judged_before_the_draft_is_loaded(

@@ -23,6 +23,10 @@ COMMAND = (
     "--kv-cache-dtype fp8_e4m3 --max-running-requests 8 --context-length 65536 "
     "--speculative-dflash-draft-window-size 4096 --trust-remote-code"
 ).split()
+WITHOUT_FRACTION = (
+    "the command has no --mem-fraction-static: SGLang chooses a fraction by the GPU and the model, "
+    "often a smaller one than the 0.9 of these figures"
+)
 OURS = (
     f"{TARGET} {DRAFT} --block-size 8 --tp-size 2 --mem-fraction 0.75 --kv-dtype fp8_e4m3 "
     "--max-running-requests 8 --context-length 65536 --window 4096 "
@@ -114,11 +118,27 @@ def test_flags_in_short_and_numbers_with_units_are_a_servers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     expected = inspected(capsys, TARGET, DRAFT, "--context-length", "64000", "--tp-size", "2")
+    expected["warnings"].append(WITHOUT_FRACTION)
     short = f"--model {TARGET} --speculative-algo dflash --context-len 64k --tensor-parallel 2"
     serve = f"sglang serve {TARGET} {ALGORITHM} DFLASH --context-length=64k --tp 2"
     for words in (short.split(), serve.split()):
         assert cli.main(["inspect", "--offline", "--json", "--", *words]) == 0
         assert json.loads(capsys.readouterr().out) == expected
+
+
+def test_the_fraction_is_the_commands_or_inspects(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [TARGET, DRAFT, ALGORITHM, "DFLASH"]
+    command = ["--model-path", TARGET, "--speculative-draft-model-path", DRAFT, *words[2:]]
+    given: tuple[tuple[list[str], list[str]], ...] = (
+        ([], ["--mem-fraction-static", "0.8"]),
+        (["--mem-fraction", "0.8"], []),
+        (["--kv-memory-gib", "9"], []),
+    )
+    for own, servers in given:
+        assert cli.main(["inspect", "--offline", *own, "--", *command, *servers]) == 0
+        assert "no --mem-fraction-static" not in capsys.readouterr().out
+    assert cli.main(["inspect", "--offline", "--json", "--", *command]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"][-1] == WITHOUT_FRACTION
 
 
 def test_every_setting_that_is_read_is_a_servers() -> None:
