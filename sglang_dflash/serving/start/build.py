@@ -119,7 +119,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         # If sliding layers have a pool of their own, `size` is the smaller one's.
         tokens = allocator.size_full
         # Rings are for the requests that the pools let run: recurrent states may let fewer.
-        self._running = memory.running_requests_of(runner) or plan.running
+        sized_for = memory.running_requests_of(runner)
+        self._running = plan.running if sized_for is None else sized_for
         groups = plan.groups(tokens, tokens + allocator.page_size, rows, positions, self._running)
         if plan.is_checked:
             plan.check(groups, rows)
