@@ -118,14 +118,10 @@ def speedups(
 
 def median_prompt(plain: list[MeasuredAnswer], dflash: list[MeasuredAnswer]) -> int:
     """Return the index of the prompt with the median speedup (the lower one of two) among those
-    whose answers do not loop: a loop is easy to draft, and dull to read."""
-    ratios = {
-        i: a.seconds / b.seconds
-        for i, (a, b) in enumerate(zip(plain, dflash, strict=True))
-        if not loops(a.ids)
-    } or {0: 1.0}
-    median = statistics.median_low(ratios.values())
-    return next(i for i, ratio in ratios.items() if ratio == median)
+    whose answers do not loop, or among all: a loop is easy to draft, and dull to read."""
+    ratios = [a.seconds / b.seconds for a, b in zip(plain, dflash, strict=True)]
+    readable = [ratio for a, ratio in zip(plain, ratios, strict=True) if not loops(a.ids)]
+    return ratios.index(statistics.median_low(readable or ratios))
 
 
 def loops(ids: Sequence[int]) -> bool:

@@ -21,7 +21,8 @@ PATCHES = rows(
     (Kind.BEFORE, "arg_groups.speculative_hook.handle_speculative_decoding",
      "start.choose_worker:check_pair",
      "A draft that does not fit fails inside a child process, minutes later.",
-     "tests/serving/start/test_broken_drafts.py::test_all_refuse_a_broken_draft_with_the_same_line"),
+     "tests/serving/start/test_broken_drafts.py"
+     "::test_all_refuse_a_broken_draft_with_the_same_line"),
     (Kind.AROUND, "utils.hf_transformers.config.get_config", "start.draft_files:get_config",
      "With --trust-remote-code, Python of the draft's folder runs.",
      "tests/serving/start/test_draft_code.py::test_sglang_runs_the_code_without_the_row"),
@@ -76,7 +77,8 @@ SAMPLING_PATCHES = rows(
      "penalty_counts:count_from_the_start",
      "A retracted request's penalties forget its output; the order in which penalties are "
      "applied is that of a set.",
-     "tests/serving/step/test_penalty_counts.py::test_retraction_forgets_the_output_without_the_row"),
+     "tests/serving/step/test_penalty_counts.py"
+     "::test_retraction_forgets_the_output_without_the_row"),
     (Kind.AROUND, "layers.sampler.Sampler._sample_from_probs",
      "seeded_sampling:sample_by_token_id",
      "A seeded answer depends on the top-k, top-p and min-p of other requests; one with min-p, "

@@ -19,7 +19,8 @@ PATCHES = (
         (Kind.BEFORE, "managers.tokenizer_manager.TokenizerManager.generate_request",
          "request_guard:check_shape",
          "Lists that do not match a batch are an HTTP 500, or end the scheduler.",
-         "tests/plugins/repairs/test_request_guard.py::test_shapes_raise_other_errors_without_the_row"),
+         "tests/plugins/repairs/test_request_guard.py"
+         "::test_shapes_raise_other_errors_without_the_row"),
         (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
          "request_guard:check_and_create",
          "A request with a value that the scheduler cannot take ends the server.",
@@ -41,7 +42,8 @@ PATCHES = (
         (Kind.AROUND, "multimodal.processors.executor.MultimodalProcessorExecutor._run",
          "bad_bodies:process_media",
          "A prompt with more places for images than images is never answered.",
-         "tests/plugins/repairs/test_bad_bodies.py::test_a_wait_for_images_never_ends_without_the_row"),
+         "tests/plugins/repairs/test_bad_bodies.py"
+         "::test_a_wait_for_images_never_ends_without_the_row"),
         (Kind.AROUND, "function_call.function_call_parser.FunctionCallParser.__init__",
          "bad_bodies:make_tool_parser",
          "/parse_function_call without the name of a parser is an HTTP 500.",
@@ -53,7 +55,8 @@ PATCHES = (
         (Kind.AROUND, "managers.schedule_batch.Req._check_str_based_finish",
          "stop_patterns:match_in_time",
          "A stop_regex can keep the scheduler busy forever.",
-         "tests/plugins/repairs/test_stop_patterns.py::test_a_pattern_takes_for_ever_without_the_row"),
+         "tests/plugins/repairs/test_stop_patterns.py"
+         "::test_a_pattern_takes_for_ever_without_the_row"),
         *((Kind.BEFORE, f"managers.{loop}", "interrupts:ignore_interrupts",
            "Ctrl-C ends the process with a traceback, while requests are still answered.",
            "tests/plugins/repairs/test_interrupts.py::test_a_child_dies_of_ctrl_c_without_the_rows")
@@ -61,7 +64,8 @@ PATCHES = (
                        "detokenizer_manager.DetokenizerManager.event_loop")),
         *((when, target, "orphans:end_if_orphaned",
            "After SIGTERM while a server starts, a child that was importing stays forever.",
-           "tests/plugins/repairs/test_orphans.py::test_a_child_outlives_the_server_without_the_rows")
+           "tests/plugins/repairs/test_orphans.py"
+           "::test_a_child_outlives_the_server_without_the_rows")
           for when, target in (
               (Kind.AFTER, "utils.common.kill_itself_when_parent_died"),
               (Kind.BEFORE, "managers.detokenizer_manager.DetokenizerManager.__init__"),
@@ -81,7 +85,8 @@ PATCHES = (
         (Kind.AROUND, "managers.scheduler.Scheduler.process_input_requests",
          "containment:queue_received",
          "A request that cannot be queued ends the server.",
-         "tests/plugins/repairs/test_containment.py::test_a_request_that_cannot_be_queued_is_ended"),
+         "tests/plugins/repairs/test_containment.py"
+         "::test_a_request_that_cannot_be_queued_is_ended"),
         (Kind.AFTER, "managers.scheduler_components.internal_state"
          ".SchedulerInternalStateController._add_topology", "containment:add_report",
          "/server_info does not show contained failures.",
@@ -89,7 +94,8 @@ PATCHES = (
         *((Kind.AROUND, "managers.scheduler_components.profiler_manager"
            f".SchedulerProfilerManager.{method}", f"profiles:{wrapper}",
            "A profile that cannot be made ends the server.",
-           "tests/plugins/repairs/test_operators.py::test_a_profile_that_cannot_be_made_is_an_answer")
+           "tests/plugins/repairs/test_operators.py"
+           "::test_a_profile_that_cannot_be_made_is_an_answer")
           for method, wrapper in (("_profile", "report_failure"),
                                   ("_profile_batch_predicate", "log_failure"))),
         (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager.generate_request",
@@ -134,7 +140,8 @@ PATCHES = (
         *((Kind.BEFORE, f"managers.tokenizer_manager.TokenizerManager.{action}_memory_occupation",
            "bad_bodies:refuse_without_memory_saver",
            "While a request runs, or without a release before, it ends the server.",
-           "tests/plugins/repairs/test_operators.py::test_memory_that_was_not_released_without_the_rows")
+           "tests/plugins/repairs/test_operators.py"
+           "::test_memory_that_was_not_released_without_the_rows")
           for action in ("release", "resume")),
         (Kind.BEFORE, "managers.tokenizer_manager.TokenizerManager.configure_logging",
          "bad_bodies:check_logging",

@@ -216,7 +216,7 @@ def test_a_sigmoid_does_not_depend_on_its_place() -> None:
     torch.testing.assert_close(whole.view(8, 25), attention.sigmoid(x.view(8, 25)))
 
 
-def test_what_padding_holds_reaches_nobody() -> None:
+def test_padding_changes_no_answer() -> None:
     """Neither the slot for padded tokens nor another request's, NaN or not."""
     pool, q = Pool([9, 20]), queries(2)
     pool.table[0, 9:] = pool.slots[1][0]
