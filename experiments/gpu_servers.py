@@ -11,12 +11,13 @@ after each server.
 
 from __future__ import annotations
 
+import itertools
 import random
 import shlex
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,8 @@ ARMS = ("ar", "builtin", "dflash")
 # Options that are also `BenchSettings`.
 SHARED = ("dtype", "simulated_acceptance", "concurrency", "rounds", "max_new_tokens")
 SESSION_TOKENS = 65536
+# In milliseconds.
+TIMES = "ms of a step, of one without prefills; to the first token"
 # Lines of a server's log that are kept, and characters of a line.
 LINES, COLUMNS = 80, 300
 # Log lines of single batches and requests, which are left out.
@@ -190,9 +193,17 @@ def read_report(server: load.SGLang) -> dict[str, Any]:
 
 
 def figures(passes: list[BenchPass]) -> dict[str, Any]:
-    """Return medians over passes. `step_ms`: milliseconds between a request's steps, without the
-    prefill, the median over answers. `compiled_while_measured`: see `count_compilations`."""
-    steps = [step_ms(answer) for each_pass in passes for answer in each_pass.all_answers]
+    """Return medians over passes.
+
+    `step_ms`: milliseconds between a request's steps, without its own prefill but with those of
+    others in between, the median over answers. `step_without_prefills_ms`: the median of
+    `steps_without_prefills`, None if every step met one. `first_token_ms`: from sending to the
+    first token, the median over answers. `compiled_while_measured`: see `count_compilations`.
+    """
+    answers = [answer for each_pass in passes for answer in each_pass.all_answers]
+    undisturbed = [
+        step for each_pass in passes for step in steps_without_prefills(each_pass.all_answers)
+    ]
     speeds = [each_pass.tokens_per_second for each_pass in passes]
     length = sum((each_pass.speculation for each_pass in passes), VerifySteps()).acceptance_length
     return {
@@ -201,7 +212,9 @@ def figures(passes: list[BenchPass]) -> dict[str, Any]:
         "most_tokens_per_second": round(max(speeds), 2),
         "tokens_per_second_of_passes": [round(speed, 2) for speed in speeds],
         "compiled_while_measured": count_compilations(passes),
-        "step_ms": round(statistics.median(steps), 3),
+        "step_ms": milliseconds(map(step_ms, answers)),
+        "step_without_prefills_ms": milliseconds(undisturbed) if undisturbed else None,
+        "first_token_ms": milliseconds(1000 * answer.first_token_s for answer in answers),
         "acceptance_length": None if length is None else round(length, 3),
     }
 
@@ -210,6 +223,23 @@ def step_ms(answer: Answer) -> float:
     """Milliseconds per step of an answer, without its prefill. A plain step has one token."""
     steps = answer.verify_steps or answer.tokens - 1
     return 1000 * (answer.seconds - answer.first_token_s) / max(1, steps)
+
+
+def steps_without_prefills(answers: Sequence[Answer]) -> list[float]:
+    """Milliseconds between two chunks of an answer, while no other answer waited for its first
+    token. A chunk holds the tokens of a step, rarely of more."""
+    waits = [(a.chunks_at[0] - a.first_token_s, a.chunks_at[0]) for a in answers if a.chunks_at]
+    return [
+        1000 * (end - begin)
+        for answer in answers
+        for begin, end in itertools.pairwise(answer.chunks_at)
+        if all(first_token <= begin or end <= sent for sent, first_token in waits)
+    ]
+
+
+def milliseconds(times: Iterable[float]) -> float:
+    """Return the median, to a microsecond."""
+    return round(statistics.median(times), 3)
 
 
 def last_lines(log: Path) -> list[str]:
@@ -248,7 +278,7 @@ def table(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['target']} with {result['draft']}, random weights; a verify step commits "
         f"{result['simulated_acceptance']:g} tokens (simulated)",
-        f"| output tokens/s (step, ms) | {at_a_time} | K/V tokens | {sessions} |",
+        f"| output tokens/s ({TIMES}) | {at_a_time} | K/V tokens | {sessions} |",
         f"|---|{'---|' * (len(levels) + 2)}",
     ]
     for name, server in result["servers"].items():
@@ -270,13 +300,17 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def cell(result: dict[str, Any], name: str, level: str) -> str:
-    """Tokens per second, the ratio to plain decoding, and the time of a step."""
+    """Tokens per second, the ratio to plain decoding, and the times of a step, of a step without
+    prefills, and to the first token."""
     figures = result["servers"][name].get("levels", {}).get(level)
     if figures is None:
         return "-"
     speedup = result["speedup"].get(name, {}).get(level)
     ratio = "" if speedup is None else f", {speedup:.2f}x"
-    return f"{figures['tokens_per_second']:,.1f}{ratio} ({figures['step_ms']:.2f})"
+    undisturbed = figures["step_without_prefills_ms"]
+    without = "-" if undisturbed is None else f"{undisturbed:.2f}"
+    times = f"{figures['step_ms']:.2f}, {without}; {figures['first_token_ms']:.1f}"
+    return f"{figures['tokens_per_second']:,.1f}{ratio} ({times})"
 
 
 def failure(result: dict[str, Any]) -> str | None:

@@ -10,14 +10,22 @@ import pytest
 from transformers import AutoConfig
 
 from experiments import gpu_servers, runner
-from experiments.gpu_servers import SESSION_TOKENS, last_lines, step_ms
+from experiments.gpu_servers import (
+    SESSION_TOKENS,
+    cell,
+    figures,
+    last_lines,
+    step_ms,
+    steps_without_prefills,
+)
 from experiments.shapes import context_of, folder_of
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.origin import published_draft
 from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.common.errors import ConfigError, Failed
-from sglang_dflash.tools.bench.load import Answer
+from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.tools.bench.load import Answer, BenchPass
 from sglang_dflash.tools.bench.server import ServerConfig
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.tools.bench.fake_server import Started
@@ -155,6 +163,39 @@ def test_the_time_of_a_step() -> None:
     """A plain answer's steps are its tokens but the prefill's."""
     plain, drafted = (Answer("", None, 9, 1.0, 1.8, steps) for steps in (0, 2))
     assert (step_ms(plain), step_ms(drafted)) == (pytest.approx(100), pytest.approx(400))
+
+
+def streamed(sent: float, *chunks_at: float) -> Answer:
+    times = chunks_at[0] - sent, chunks_at[-1] - sent
+    return Answer("", None, len(chunks_at), *times, chunks_at=chunks_at)
+
+
+def test_steps_without_prefills() -> None:
+    """The second answer is sent between the first one's chunks at 2 and 3, and gets its first token
+    between those at 4 and 5: those three steps wait for a prefill, and only those."""
+    first, second = streamed(0, 1, 2, 3, 4, 5, 5.5), streamed(2.5, 4.25, 5)
+    assert steps_without_prefills([first, second]) == [1000, 500, 750]
+    # One at a time, an answer meets no prefill but its own.
+    assert steps_without_prefills([streamed(0, 5, 6), streamed(6, 7, 9)]) == [1000, 2000]
+    assert steps_without_prefills([Answer("", None, 9, 1.0, 1.8)]) == []
+
+
+def test_times_of_a_level() -> None:
+    passes = [
+        BenchPass(9.0, [[streamed(0, 3, 5)], [streamed(6, 7, 8)]], VerifySteps()),
+        BenchPass(9.0, [[streamed(0, 2, 6)]], VerifySteps(), compilations=0),
+    ]
+    row = figures(passes)
+    assert row["first_token_ms"] == 2000 and row["step_without_prefills_ms"] == 2000
+    result = {"servers": {"ours": {"levels": {"1": row}}}, "speedup": {"ours": {"1": 2}}}
+    assert cell(result, "ours", "1") == "0.3, 2.00x (2000.00, 2000.00; 2000.0)"
+    # No step of these two is free of the other's prefill.
+    waiting = figures([BenchPass(9.0, [[streamed(0, 1, 4)], [streamed(0, 4, 5.5)]], VerifySteps())])
+    assert waiting["step_without_prefills_ms"] == 1500
+    row = figures([BenchPass(9.0, [[streamed(0, 1, 4)], [streamed(0, 4)]], VerifySteps())])
+    assert row["step_without_prefills_ms"] is None and row["first_token_ms"] == 2500
+    result["servers"]["ours"]["levels"]["1"] = row
+    assert cell(result, "ours", "1").endswith(", -; 2500.0)")
 
 
 def test_a_log_that_is_not_there_has_no_lines(tmp_path: Path) -> None:

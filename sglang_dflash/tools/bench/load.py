@@ -35,6 +35,7 @@ class Answer:
         first_token_s: seconds from sending to the first token.
         seconds: seconds from sending to the end.
         verify_steps: 0 if the server counts none.
+        chunks_at: when chunks with new tokens came, by `time.perf_counter`; empty if not recorded.
     """
 
     text: str
@@ -43,6 +44,7 @@ class Answer:
     first_token_s: float
     seconds: float
     verify_steps: int = 0
+    chunks_at: tuple[float, ...] = field(default=(), kw_only=True)
 
     @property
     def per_token_s(self) -> float | None:
@@ -132,12 +134,12 @@ class SGLang:
             "sampling_params": {**self.sampling, **ends},
             "stream": True,
         }
-        began, first_token_at = time.perf_counter(), None
+        began, chunks_at = time.perf_counter(), list[float]()
         ids, text, meta = list[int](), "", dict[str, Any]()
         for chunk in chunks(f"{self.url}/generate", body, self.timeout_s):
             meta = chunk["meta_info"]
-            if first_token_at is None and meta["completion_tokens"]:
-                first_token_at = time.perf_counter()
+            if meta["completion_tokens"] > len(ids):
+                chunks_at.append(time.perf_counter())
             # A chunk holds all tokens so far, or only new ones: a server flag decides. The first
             # chunk is both.
             is_cumulative = len(chunk["output_ids"]) == meta["completion_tokens"]
@@ -149,12 +151,13 @@ class SGLang:
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
             raise Failed(f"{self.url}: the answer was ended: {reason.get('message')}")
-        if first_token_at is None or len(ids) != meta["completion_tokens"]:
+        if not chunks_at or len(ids) != meta["completion_tokens"]:
             raise Failed(
                 f"{self.url}: the stream holds {len(ids)} tokens of {meta.get('completion_tokens')}"
             )
         steps = meta.get("spec_verify_ct") or 0
-        return Answer(text, tuple(ids), len(ids), first_token_at - began, ended - began, steps)
+        times = chunks_at[0] - began, ended - began
+        return Answer(text, tuple(ids), len(ids), *times, steps, chunks_at=tuple(chunks_at))
 
     def flush(self) -> bool:
         """Empty the prefix cache, so that a prompt costs the same each time. Returns False if the
