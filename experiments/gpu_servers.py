@@ -18,8 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,8 @@ TIMES = "ms of a step, of one without prefills; to the first token"
 # Lines of a server's log that are kept, and characters of a line.
 LINES, COLUMNS = 80, 300
 # Log lines of single batches and requests, which are left out.
-CHATTER = ("Prefill batch", "Decode batch", "POST /", "GET /")
+PREFILL = "Prefill batch"
+CHATTER = (PREFILL, "Decode batch", "POST /", "GET /")
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,14 @@ def servers_of(settings: BenchSettings, accelerator: bool) -> dict[str, ServerCo
 
 
 @dataclass(frozen=True)
+class Measured(BenchPass):
+    """`prefill_batches`: prefills in that time, by the server's log. Requests that arrive together
+    are prefilled in one or in several, as they happen to come."""
+
+    prefill_batches: int = field(kw_only=True)
+
+
+@dataclass(frozen=True)
 class Measurement:
     """The measurement of one server."""
 
@@ -149,14 +157,14 @@ class Measurement:
                 levels = report["levels"] = {}
                 for level in self.levels:
                     self.bar.set_description(f"{self.name}, {level} at a time")
-                    passes = self.passes(load.SGLang(server.url, log=log), level)
+                    passes = self.passes(load.SGLang(server.url, log=log), log, level)
                     levels[str(level)] = figures(passes)
                     self.bar.update()
         except Failed as error:
             report["failed"] = str(error).partition("\n")[0]
         return {**report, "log": last_lines(log)}
 
-    def passes(self, server: load.SGLang, concurrency: int) -> list[BenchPass]:
+    def passes(self, server: load.SGLang, log: Path, concurrency: int) -> list[Measured]:
         """Return the measured passes at a concurrency, after a whole pass to warm up. A shorter one
         would leave batch shapes whose kernels are compiled while they are measured."""
         # The text of a prompt is the seed of its tokens.
@@ -167,9 +175,13 @@ class Measurement:
             tokens = draw.choices(range(self.vocabulary), k=self.options.prompt_tokens)
             return server.ask(tokens, self.options.max_new_tokens, ignore_eos=True)
 
-        one_pass = partial(load.run, server, prompts, concurrency, ask)
+        def one_pass() -> Measured:
+            before = prefill_batches(log)
+            done = load.run(server, prompts, concurrency, ask)
+            return Measured(**vars(done), prefill_batches=prefill_batches(log) - before)
+
         one_pass()
-        passes = []
+        passes = list[Measured]()
         for _ in range(self.options.rounds):
             server.flush()
             passes.append(measure_settled(one_pass, server.flush))
@@ -192,13 +204,14 @@ def read_report(server: load.SGLang) -> dict[str, Any]:
     }
 
 
-def figures(passes: list[BenchPass]) -> dict[str, Any]:
+def figures(passes: Sequence[Measured]) -> dict[str, Any]:
     """Return medians over passes.
 
     `step_ms`: milliseconds between a request's steps, without its own prefill but with those of
     others in between, the median over answers. `step_without_prefills_ms`: the median of
     `steps_without_prefills`, None if every step met one. `first_token_ms`: from sending to the
-    first token, the median over answers. `compiled_while_measured`: see `count_compilations`.
+    first token, the median over answers. `prefill_batches_of_passes`: see `Measured`.
+    `compiled_while_measured`: see `count_compilations`.
     """
     answers = [answer for each_pass in passes for answer in each_pass.all_answers]
     undisturbed = [
@@ -211,6 +224,7 @@ def figures(passes: list[BenchPass]) -> dict[str, Any]:
         "least_tokens_per_second": round(min(speeds), 2),
         "most_tokens_per_second": round(max(speeds), 2),
         "tokens_per_second_of_passes": [round(speed, 2) for speed in speeds],
+        "prefill_batches_of_passes": [each_pass.prefill_batches for each_pass in passes],
         "compiled_while_measured": count_compilations(passes),
         "step_ms": milliseconds(map(step_ms, answers)),
         "step_without_prefills_ms": milliseconds(undisturbed) if undisturbed else None,
@@ -235,6 +249,11 @@ def steps_without_prefills(answers: Sequence[Answer]) -> list[float]:
         for begin, end in itertools.pairwise(answer.chunks_at)
         if all(first_token <= begin or end <= sent for sent, first_token in waits)
     ]
+
+
+def prefill_batches(log: Path) -> int:
+    """The number of prefills that a server has logged."""
+    return log.read_bytes().count(PREFILL.encode())
 
 
 def milliseconds(times: Iterable[float]) -> float:

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from experiments import gpu_servers, runner
 from experiments.gpu_servers import (
     SESSION_TOKENS,
+    Measured,
     cell,
     figures,
     last_lines,
@@ -25,7 +26,7 @@ from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.common.errors import ConfigError, Failed
 from sglang_dflash.drafting.acceptance_length import VerifySteps
-from sglang_dflash.tools.bench.load import Answer, BenchPass
+from sglang_dflash.tools.bench.load import Answer
 from sglang_dflash.tools.bench.server import ServerConfig
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.tools.bench.fake_server import Started
@@ -34,7 +35,8 @@ RUNNING = 32
 
 
 class FakeServer(Started):
-    """Writes a log, tells of `kv_tokens`, and does not start as SGLang's worker."""
+    """Writes a log, in which each answer has a prefill of its own, tells of `kv_tokens`, and does
+    not start as SGLang's worker."""
 
     def __init__(self, config: ServerConfig, timeout_s: float, log: Path) -> None:
         super().__init__(config, timeout_s)
@@ -49,6 +51,11 @@ class FakeServer(Started):
             raise Failed("the server ended with status 1:\nand so on")
         self.start()
         return self
+
+    def words(self, answer: list[str]) -> list[str]:
+        with self.log.open("a") as log:
+            log.write("[2026-11-27 21:55:37] Prefill batch, #new-seq: 1\n")
+        return super().words(answer)
 
     def start(self) -> None:
         super(Started, self).__enter__()
@@ -80,6 +87,8 @@ def test_a_server_that_fails_is_reported_and_the_others_go_on(
     assert set(plain["levels"]) == {"1", "3"} and ours["levels"]["3"]["tokens_per_second"] > 0
     # Ten words, nine of them in three steps.
     assert ours["levels"]["1"]["acceptance_length"] == 3.0
+    # Four prompts, in each of two passes.
+    assert ours["levels"]["3"]["prefill_batches_of_passes"] == [4, 4]
     assert plain["kv_tokens"] == 2 * SESSION_TOKENS + 5 and plain["sessions"] == 2
     assert result["speedup"]["builtin"] == result["step_time_ratio"]["dflash"] == {}
     assert set(result["speedup"]["dflash"]) == {"1", "3"}
@@ -180,19 +189,24 @@ def test_steps_without_prefills() -> None:
     assert steps_without_prefills([Answer("", None, 9, 1.0, 1.8)]) == []
 
 
+def measured(*answers: list[Answer], prefill_batches: int = 2) -> Measured:
+    return Measured(9.0, list(answers), VerifySteps(), prefill_batches=prefill_batches)
+
+
 def test_times_of_a_level() -> None:
     passes = [
-        BenchPass(9.0, [[streamed(0, 3, 5)], [streamed(6, 7, 8)]], VerifySteps()),
-        BenchPass(9.0, [[streamed(0, 2, 6)]], VerifySteps(), compilations=0),
+        measured([streamed(0, 3, 5)], [streamed(6, 7, 8)]),
+        measured([streamed(0, 2, 6)], prefill_batches=3),
     ]
     row = figures(passes)
     assert row["first_token_ms"] == 2000 and row["step_without_prefills_ms"] == 2000
+    assert row["prefill_batches_of_passes"] == [2, 3]
     result = {"servers": {"ours": {"levels": {"1": row}}}, "speedup": {"ours": {"1": 2}}}
     assert cell(result, "ours", "1") == "0.3, 2.00x (2000.00, 2000.00; 2000.0)"
     # No step of these two is free of the other's prefill.
-    waiting = figures([BenchPass(9.0, [[streamed(0, 1, 4)], [streamed(0, 4, 5.5)]], VerifySteps())])
+    waiting = figures([measured([streamed(0, 1, 4)], [streamed(0, 4, 5.5)])])
     assert waiting["step_without_prefills_ms"] == 1500
-    row = figures([BenchPass(9.0, [[streamed(0, 1, 4)], [streamed(0, 4)]], VerifySteps())])
+    row = figures([measured([streamed(0, 1, 4)], [streamed(0, 4)])])
     assert row["step_without_prefills_ms"] is None and row["first_token_ms"] == 2500
     result["servers"]["ours"]["levels"]["1"] = row
     assert cell(result, "ours", "1").endswith(", -; 2500.0)")
