@@ -326,10 +326,11 @@ def cell(result: dict[str, Any], name: str, level: str) -> str:
         return "-"
     speedup = result["speedup"].get(name, {}).get(level)
     ratio = "" if speedup is None else f", {speedup:.2f}x"
-    undisturbed = figures["step_without_prefills_ms"]
-    without = "-" if undisturbed is None else f"{undisturbed:.2f}"
-    times = f"{figures['step_ms']:.2f}, {without}; {figures['first_token_ms']:.1f}"
-    return f"{figures['tokens_per_second']:,.1f}{ratio} ({times})"
+    # Results before 2026-11-28 have only the first of the three.
+    names = ("step_ms", "step_without_prefills_ms", "first_token_ms")
+    times = (figures.get(name) for name in names)
+    step, undisturbed, first_token = ("-" if ms is None else f"{ms:.2f}" for ms in times)
+    return f"{figures['tokens_per_second']:,.1f}{ratio} ({step}, {undisturbed}; {first_token})"
 
 
 def failure(result: dict[str, Any]) -> str | None:

@@ -202,14 +202,14 @@ def test_times_of_a_level() -> None:
     assert row["first_token_ms"] == 2000 and row["step_without_prefills_ms"] == 2000
     assert row["prefill_batches_of_passes"] == [2, 3]
     result = {"servers": {"ours": {"levels": {"1": row}}}, "speedup": {"ours": {"1": 2}}}
-    assert cell(result, "ours", "1") == "0.3, 2.00x (2000.00, 2000.00; 2000.0)"
+    assert cell(result, "ours", "1") == "0.3, 2.00x (2000.00, 2000.00; 2000.00)"
     # No step of these two is free of the other's prefill.
     waiting = figures([measured([streamed(0, 1, 4)], [streamed(0, 4, 5.5)])])
     assert waiting["step_without_prefills_ms"] == 1500
     row = figures([measured([streamed(0, 1, 4)], [streamed(0, 4)])])
     assert row["step_without_prefills_ms"] is None and row["first_token_ms"] == 2500
     result["servers"]["ours"]["levels"]["1"] = row
-    assert cell(result, "ours", "1").endswith(", -; 2500.0)")
+    assert cell(result, "ours", "1").endswith(", -; 2500.00)")
 
 
 def test_a_log_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
