@@ -4,13 +4,15 @@ counted."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters, DraftCounts
-from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.drafter import Drafter, sanitize
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
@@ -54,6 +56,29 @@ def test_drafted_ids_stay_valid_and_are_counted(scale: float) -> None:
     assert block[:, 0].tolist() == [0, 1]
     assert (block[:, 1:] == broken.model.config.mask_token_id).all()
     assert counts(broken).nonfinite == 2 * (BLOCK - 1)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that would launch a kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_features_are_made_finite_in_three_launches(dtype: torch.dtype) -> None:
+    """A prompt's are computed without a recording: each launch costs the host some microseconds."""
+    largest = torch.finfo(dtype).max
+    first = torch.tensor([0, -0.0, largest, -largest, math.inf, -math.inf, math.nan], dtype=dtype)
+    features = torch.stack((first, torch.ones_like(first)), dim=1)
+    with Launches() as launches:
+        finite, broken = sanitize(features)
+    assert broken.tolist() == [False] * 4 + [True] * 3
+    assert finite[:, 0].tolist() == [0, 0, largest, -largest, 0, 0, 0] and (finite[:, 1] == 1).all()
+    assert launches.count == 3
 
 
 def test_a_sound_draft_counts_nothing() -> None:
