@@ -14,7 +14,8 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.start import build
-from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
+from sglang_dflash.serving.step.extension import Extension
+from sglang_dflash.serving.step.step import Step, StepObserver
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
 from tests.engine import oracle
 from tests.recording import OpRecorder

@@ -24,7 +24,8 @@ from torch import Tensor
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
+from sglang_dflash.serving.step.extension import Extension
+from sglang_dflash.serving.step.step import Step, StepObserver
 from tests.engine.shown_states import show_states
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.serving.step.extension import Step
+from sglang_dflash.serving.step.step import Step
 from tests.conftest import write_kv
 from tests.drafting.test_nonfinite import TOKENS, counts, drafter
 from tests.reliability.corpus import Expected

@@ -20,7 +20,8 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.serving.step import batch as our_batch
-from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
+from sglang_dflash.serving.step.extension import Extension
+from sglang_dflash.serving.step.step import Step, StepObserver
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 

@@ -25,10 +25,10 @@ from sglang_dflash.serving.kv_transfer.disaggregation import DraftKVPages
 from sglang_dflash.serving.kv_transfer.host_tier import HostTier
 from sglang_dflash.serving.metrics.figures import Figures
 from sglang_dflash.serving.step.batch import GenerationBatchResult, draft_input
-from sglang_dflash.serving.step.extension import StepObserver
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.sampling import Ranks
 from sglang_dflash.serving.step.seeds import Seeds
+from sglang_dflash.serving.step.step import StepObserver
 from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths

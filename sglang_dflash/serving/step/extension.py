@@ -12,52 +12,13 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import Any
 
 from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.drafter import DrafterFactory
 from sglang_dflash.drafting.graphs import Recorder
 from sglang_dflash.drafting.width import WidthPolicy
-
-
-class Step(NamedTuple):
-    """One decode step's requests.
-
-    Attributes:
-        rows: int64 `[R]`, rows of SGLang's request-to-token table.
-        seq_lens: int64 `[R]`, committed tokens before the step.
-        positions: int64 `[R, width]`, of the tokens that the target computes.
-        slots: int64 `[R, width]`, their target KV slots.
-        ends: int64 `[R]`: each request has KV slots for the positions below, the others are
-            computed in SGLang's padding slot. None if there are slots for all.
-    """
-
-    rows: Tensor
-    seq_lens: Tensor
-    positions: Tensor
-    slots: Tensor
-    ends: Tensor | None = None
-
-    @property
-    def width(self) -> int:
-        """Tokens per request that the target computes: 1 to B."""
-        return self.positions.shape[1]
-
-
-class StepObserver:
-    """Watches decode steps. Does nothing; derive from it.
-
-    `batch` is SGLang's ScheduleBatch; `batch.reqs` are the requests in row order.
-    """
-
-    def before_step(self, batch: Any, step: Step) -> None:
-        """Before the block is proposed."""
-
-    def after_step(self, batch: Any, step: Step, accepted: Accepted, new_seq_lens: Tensor) -> None:
-        """After the step was committed; `new_seq_lens` int64 `[R]` counts its tokens in."""
+from sglang_dflash.serving.step.step import StepObserver
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ from sglang_dflash.serving.step.batch import (
     record_stream,
     replace_hidden_states,
 )
-from sglang_dflash.serving.step.extension import Step, StepObserver
 from sglang_dflash.serving.step.prefill import place_prompt, write_texts, write_texts_taken_over
 from sglang_dflash.serving.step.seeds import Seeds
+from sglang_dflash.serving.step.step import Step, StepObserver
 from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens, verified_tokens
 from sglang_dflash.serving.step.width import StepWidths

@@ -24,7 +24,8 @@ from sglang_dflash.plugins.platform_cpu.attention import CpuKVPool
 from sglang_dflash.serving.start import build, decide
 from sglang_dflash.serving.start.build import DFlashSpecWorker
 from sglang_dflash.serving.start.flags import ATTRIBUTE
-from sglang_dflash.serving.step.extension import Extension, StepObserver, load_extension
+from sglang_dflash.serving.step.extension import Extension, load_extension
+from sglang_dflash.serving.step.step import StepObserver
 from tests.conftest import random_model
 from tests.errors import refused
 from tests.recording import OpRecorder
