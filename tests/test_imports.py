@@ -23,7 +23,7 @@ OTHERS = [
 Node = TypeVar("Node", bound=ast.AST)
 TORCH_FREE = ("common", "checkpoint", "memory", "patches", "tools/inspect", "tools/cli")
 START = ("flags", "launch", "refused", "server_flags", "unserved")
-ADAPTER = ("plugin", "patches", "draft_updates")
+ADAPTER = ("plugin", "patches", "draft_weights.from_disk")
 CLAUSE = re.compile(r"(Of|What|Whether|How|Which|Where|Why|Whose|When|Who)\b")
 # Names that say nothing of a value, and the files in which `kind` is a documented field, or a
 # parameter that SGLang names.
@@ -140,7 +140,8 @@ def test_drafting_needs_no_engine() -> None:
 
 def test_only_the_adapters_import_sglang() -> None:
     adapters = {package_of(path) for path in PACKAGED if "sglang" in top_level(path)}
-    serving = {f"serving/{room}" for room in ("kv_transfer", "start", "step", "gpu", "hybrid")}
+    rooms = ("draft_weights", "kv_transfer", "start", "step", "gpu", "hybrid")
+    serving = {f"serving/{room}" for room in rooms}
     assert adapters <= {*serving, "plugins/repairs", "plugins/platform_cpu", "patches"}
     step = [path for path in PACKAGED if package_of(path) == "serving/step"]
     importers = {path.stem for path in step if "sglang" in top_level(path)}

@@ -54,10 +54,10 @@ PATCHES = rows(
      "An answer's spec_accept_rate is of whole blocks, whatever its steps have verified.",
      "tests/serving/test_patches.py::test_rates_are_of_whole_blocks_without_the_rows"),
     (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager._wait_for_model_update_from_disk",
-     "draft_updates:keep_served_model",
+     "draft_weights.from_disk:keep_served_model",
      "After new weights for the draft, the served model has the name and folder of the draft.",
-     "tests/serving/start/test_draft_updates.py::"
-     "test_the_draft_becomes_the_served_model_without_the_row"),
+     "tests/serving/draft_weights/test_from_disk.py"
+     "::test_the_draft_becomes_the_served_model_without_the_row"),
 )  # fmt: skip
 
 # Penalties that count every output token once, and seeded samples of the request alone. Our worker
@@ -145,10 +145,10 @@ WORKER_PATCHES = SAMPLING_PATCHES + rows(
      "of SGLang's worker.",
      "tests/serving/kv_transfer/test_disaggregation.py::test_a_request_is_taken_over"),
     (Kind.AFTER, "managers.scheduler_components.weight_updater"
-     ".SchedulerWeightUpdaterManager._select_runners", "start.draft_weights:with_draft",
+     ".SchedulerWeightUpdaterManager._select_runners", "draft_weights.updates:with_draft",
      "New weights for the draft are reported as a success, and ignored; replay, which has copies "
      "of the recurrent layers' weights, does not learn of the target's.",
-     "tests/serving/start/test_draft_weights.py::test_an_update_has_no_draft_without_the_row"),
+     "tests/serving/draft_weights/test_updates.py::test_an_update_has_no_draft_without_the_row"),
     # Results of a step, and a request's end.
     (Kind.AROUND, "managers.scheduler_components.batch_result_processor"
      ".SchedulerBatchResultProcessor.process_batch_result_decode",
@@ -175,10 +175,10 @@ WORKER_PATCHES = SAMPLING_PATCHES + rows(
 BUILTIN_PATCHES = rows(
     "sglang_dflash.serving",
     (Kind.AROUND, "models.dflash.DFlashDraftModel.load_weights",
-     "start.builtin_weights:load_weights",
+     "draft_weights.builtin_worker:load_weights",
      "Tensors of a draft that no parameter takes, and parameters that no tensor fills, are passed "
      "over in silence, as the packed fc of a W4A16 draft.",
-     "tests/serving/start/test_builtin_weights.py::test_weights_are_lost_without_the_row"),
+     "tests/serving/draft_weights/test_builtin_worker.py::test_weights_are_lost_without_the_row"),
 )  # fmt: skip
 
 # Applied in the scheduler process when replay serves, before the state pool is sized.

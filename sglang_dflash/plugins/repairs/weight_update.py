@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from sglang_dflash.checkpoint.fields import read_json_object
 from sglang_dflash.checkpoint.stored import StoredTensor, stored_tensors
 from sglang_dflash.common.errors import ConfigError, cut
-from sglang_dflash.serving.draft_updates import is_for_draft
+from sglang_dflash.serving.draft_weights.from_disk import is_for_draft
 
 # Formats of --load-format that read safetensors files.
 CHECKED_FORMATS = (None, "auto", "safetensors")

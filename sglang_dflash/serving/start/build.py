@@ -211,7 +211,7 @@ class DFlashSpecWorker(BaseSpecWorker):
 
     @property
     def draft_model(self) -> DraftModel:
-        """The draft model, for `start/draft_weights.py`."""
+        """The draft model, for `serving/draft_weights/updates.py`."""
         return self._plan.model
 
     @property

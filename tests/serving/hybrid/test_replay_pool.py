@@ -18,9 +18,10 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash.drafting.self_check import SelfCheckFailed
+from sglang_dflash.serving.draft_weights import updates
 from sglang_dflash.serving.hybrid import replay_pool
 from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay, ReplayOps, Rollback
-from sglang_dflash.serving.start import draft_weights, memory
+from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import MemoryPlan
 from tests.patches.originals import original
 from tests.serving.fake_cuda import FakeCuda
@@ -271,7 +272,7 @@ def test_new_weights_are_stacked_again() -> None:
     recorded[1].bias.fill_(5)
     assert layers.conv_weight[1].unique().item() == 1.0
     worker = SimpleNamespace(dflash=SimpleNamespace(rollback=replay), draft_model=None)
-    draft_weights.with_draft([], SimpleNamespace(draft_worker=worker, tp_cpu_group=None), "target")
+    updates.with_draft([], SimpleNamespace(draft_worker=worker, tp_cpu_group=None), "target")
     assert replay.layers() is layers
     assert [t[1].unique().item() for t in stacked if t is not None] == [5.0] * 4
 

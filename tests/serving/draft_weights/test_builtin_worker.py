@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.weights import save_model
-from sglang_dflash.serving.start.builtin_weights import load_weights
+from sglang_dflash.serving.draft_weights.builtin_worker import load_weights
 from tests.conftest import random_model, raw_config, with_own
 
 OWN = with_own(selector_rank=8, selector_top_k=4, conv_kernel_size=2, conv_group_size=4)

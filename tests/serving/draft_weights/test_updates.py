@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
-from sglang_dflash.serving.start.draft_weights import BUCKET, with_draft
+from sglang_dflash.serving.draft_weights.updates import BUCKET, with_draft
 from tests.conftest import random_model, raw_config, rewrite
 from tests.patches.originals import original
 from tests.quantized_draft import EXPORTERS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_dflash.serving.draft_updates import is_for_draft, keep_served_model
+from sglang_dflash.serving.draft_weights.from_disk import is_for_draft, keep_served_model
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.patches.originals import original
 

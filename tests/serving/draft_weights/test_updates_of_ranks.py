@@ -16,8 +16,8 @@ from torch import Tensor
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import load_model
-from sglang_dflash.serving.start.draft_weights import DraftWeights, TargetAndDraft
-from tests.serving.start.test_draft_weights import Target, marked, saved
+from sglang_dflash.serving.draft_weights.updates import DraftWeights, TargetAndDraft
+from tests.serving.draft_weights.test_updates import Target, marked, saved
 
 
 class Rank:
