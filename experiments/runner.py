@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang_dflash.common.command_line import add_flags, flag_names, given, spelled
 from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.common.machine import hardware
 from sglang_dflash.common.progress import progress_bar
-from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.tools.bench.server import Server, ServerConfig, sigterm_as_exit, together
 
 if TYPE_CHECKING:

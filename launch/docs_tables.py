@@ -21,7 +21,7 @@ from sglang_dflash.checkpoint.published import published, published_pairs, shipp
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.memory.draft_memory import DraftMemory
 from sglang_dflash.serving.metrics.figures import COUNTS, SET_UP
-from sglang_dflash.serving.metrics.server import BUILTIN
+from sglang_dflash.serving.metrics.server_info import BUILTIN
 from sglang_dflash.serving.start.flags import ALIASES, PREFIX, ServerFlags
 from sglang_dflash.serving.start.unserved import IGNORED, UNSERVED, Ignored, Unserved
 from sglang_dflash.tools.inspect.report import inspect as inspect_pair

@@ -28,9 +28,9 @@ from launch.demo.answer_picture import picture
 from launch.demo.race import LiveAnswer, race
 from sglang_dflash.common.command_line import add_flags
 from sglang_dflash.common.errors import Failed
+from sglang_dflash.common.machine import hardware
 from sglang_dflash.common.progress import progress_bar, waiting
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
-from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.tools.bench import datasets
 from sglang_dflash.tools.bench.datasets import Prompt
 from sglang_dflash.tools.bench.server import (

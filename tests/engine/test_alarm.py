@@ -11,7 +11,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS
-from sglang_dflash.serving.metrics.server import ServerInfo
+from sglang_dflash.serving.metrics.server_info import ServerInfo
 from sglang_dflash.tools import cli
 from sglang_dflash.tools.bench.server import Server
 from sglang_dflash.tools.cli.doctor import examine

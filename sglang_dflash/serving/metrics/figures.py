@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_dflash.common.machine import hardware, version
 from sglang_dflash.drafting.draft_counters import DraftCounts
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.drafting.machine import hardware, version
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Finding, ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -20,7 +20,7 @@ from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.memory.sizes import HeadBytes, head_bytes
 from sglang_dflash.serving.kv_transfer.disaggregation import DraftKVPages
 from sglang_dflash.serving.kv_transfer.host_tier import HostTier
-from sglang_dflash.serving.metrics import server
+from sglang_dflash.serving.metrics import server_info
 from sglang_dflash.serving.metrics.counts import AcceptanceCounts, DraftWatch, RequestStep
 from sglang_dflash.serving.metrics.series import Figure, Series, show_info
 from sglang_dflash.serving.metrics.step_times import StepTimes
@@ -212,7 +212,7 @@ class Figures:
             counters, self.draft_kv_entries, self.warnings, speaks, self.not_paying
         )
         self._series = None if self.labels is None else Series(COUNTS, self, self.labels)
-        show_info(self.labels, server.labels(self.describe()))
+        show_info(self.labels, server_info.labels(self.describe()))
 
     @property
     def caches(self) -> list[DraftKVCache]:
@@ -245,13 +245,13 @@ class Figures:
         known, or if the alarm has told. Reads nothing from the device."""
         if self.watch.alarm.raised:
             return None
-        counts = {row.key: row.source(self) for row in COUNTS if row.key in server.JUDGED_BY}
+        counts = {row.key: row.source(self) for row in COUNTS if row.key in server_info.JUDGED_BY}
         device = self.caches[0].kv.device.type
         state = {
             "dflash": counts | dict(self.policy.report()),
             "machine": {"accelerator": None if device == "cpu" else device},
         }
-        judged = server.ServerInfo({"internal_states": [state]})
+        judged = server_info.ServerInfo({"internal_states": [state]})
         return judged.plainly or judged.losing
 
     def add(self, steps: Sequence[RequestStep]) -> None:

@@ -91,7 +91,7 @@ def show_info(of_process: Mapping[str, Any] | None, of_server: Mapping[str, str]
 
     Args:
         of_process: labels of all series of this process; None for no series.
-        of_server: see `serving.metrics.server.labels`.
+        of_server: see `serving.metrics.server_info.labels`.
     """
     if of_process is None:
         return

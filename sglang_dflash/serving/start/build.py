@@ -31,7 +31,7 @@ from sglang_dflash.patches.patch import install_late
 from sglang_dflash.serving.gpu.graphs import graphed
 from sglang_dflash.serving.kv_transfer.disaggregation import DraftKVPages
 from sglang_dflash.serving.kv_transfer.host_tier import HostTier
-from sglang_dflash.serving.metrics import server
+from sglang_dflash.serving.metrics import server_info
 from sglang_dflash.serving.metrics.figures import Figures
 from sglang_dflash.serving.patches import WORKER_PATCHES
 from sglang_dflash.serving.start import flags, memory
@@ -92,7 +92,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         with ends_the_server(self._names):
             warm_up(self._plan.device, self._plan.model.config.vocab_size)
             self.dflash = self._build(self._drafter, self.req_to_token_pool.req_to_token)
-        logger.info("serves: %s", server.set_up(self.report()))
+        logger.info("serves: %s", server_info.set_up(self.report()))
         logger.info("set-up: %s", self.dflash.figures.describe())
 
     def _reserve(self, plan: Plan) -> None:

@@ -23,15 +23,15 @@ from sglang_dflash.checkpoint.target_classes import METHOD, TARGETS, unserved_cl
 from sglang_dflash.checkpoint.tensors import check_weights
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft, shown_pair
 from sglang_dflash.common.log import Log
+from sglang_dflash.common.machine import version
 from sglang_dflash.drafting.attention.backend import choose_attention
-from sglang_dflash.drafting.machine import version
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.patches.patch import install_late, verify
 from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, check_kv_dtype, kv_dtype
 from sglang_dflash.serving.metrics.series import show_info
-from sglang_dflash.serving.metrics.server import BUILTIN, labels
+from sglang_dflash.serving.metrics.server_info import BUILTIN, labels
 from sglang_dflash.serving.patches import BUILTIN_PATCHES, PATCHES
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.start.draft_files import check_as_sglang_reads_it, distrust, refuse_code

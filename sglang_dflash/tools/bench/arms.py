@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from sglang_dflash.checkpoint.published import look_up
 from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.drafting.machine import available_bytes
+from sglang_dflash.common.machine import available_bytes
 from sglang_dflash.tools.bench import compiled, vllm
 from sglang_dflash.tools.bench.load import Endpoint, endpoint
 from sglang_dflash.tools.bench.server import (

@@ -15,7 +15,7 @@ import requests
 
 from sglang_dflash.common.errors import Failed
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
-from sglang_dflash.serving.metrics.server import NOT_KNOWN, ServerInfo
+from sglang_dflash.serving.metrics.server_info import NOT_KNOWN, ServerInfo
 from sglang_dflash.tools.bench.compiled import compilations
 from sglang_dflash.tools.bench.datasets import Input, Prompt
 

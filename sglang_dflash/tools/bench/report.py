@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from sglang_dflash.common.machine import hardware
 from sglang_dflash.drafting.acceptance_length import VerifySteps
-from sglang_dflash.drafting.machine import hardware
-from sglang_dflash.serving.metrics.server import NOT_KNOWN
+from sglang_dflash.serving.metrics.server_info import NOT_KNOWN
 from sglang_dflash.tools.bench.compiled import count_compilations
 from sglang_dflash.tools.bench.differences import NearTie, Runs, differences
 from sglang_dflash.tools.bench.load import SEEDED, Answer, BenchPass

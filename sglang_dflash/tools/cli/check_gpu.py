@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_dflash.common.errors import ConfigError, Failed, cut
-from sglang_dflash.drafting.machine import hardware, version
+from sglang_dflash.common.machine import hardware, version
 from sglang_dflash.tools.gpu_check import verdict
 
 ISSUES = "a new issue of this project"

@@ -15,7 +15,7 @@ import requests
 from sglang_dflash.common.errors import Failed
 from sglang_dflash.drafting.acceptance_length import CAUSES, JUDGED_STEPS, LOW, LOW_CONTEXT_SHARE
 from sglang_dflash.drafting.options import Finding
-from sglang_dflash.serving.metrics.server import ENOUGH_STEPS, ServerInfo
+from sglang_dflash.serving.metrics.server_info import ENOUGH_STEPS, ServerInfo
 
 # SGLang's default address.
 DEFAULT_URL = "http://127.0.0.1:30000"

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_dflash.drafting.machine import hardware, version
+from sglang_dflash.common.machine import hardware, version
 from sglang_dflash.patches.patch import any_in_place, load_plugins
 from sglang_dflash.patches.version import unsupported
-from sglang_dflash.serving.metrics.server import OURS
+from sglang_dflash.serving.metrics.server_info import OURS
 from sglang_dflash.serving.patches import PATCHES
 from sglang_dflash.tools.cli import changes
 

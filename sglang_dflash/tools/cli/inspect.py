@@ -14,7 +14,7 @@ from sglang_dflash.checkpoint.published import look_up
 from sglang_dflash.common.command_line import add_flags, given
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.serving.metrics.server import OURS
+from sglang_dflash.serving.metrics.server_info import OURS
 from sglang_dflash.tools.inspect import launch_command
 from sglang_dflash.tools.inspect.launch_command import OPTION_FLAGS, SERVING_FLAGS
 from sglang_dflash.tools.inspect.report import inspect

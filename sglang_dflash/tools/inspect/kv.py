@@ -11,7 +11,7 @@ from sglang_dflash.checkpoint.target_config import kv_heads_of_rank
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.memory.sizes import KV_DTYPES, Charge, GroupKV, draft_kv, draft_kv_charge
-from sglang_dflash.serving.metrics.server import BUILTIN, OURS
+from sglang_dflash.serving.metrics.server_info import BUILTIN, OURS
 from sglang_dflash.tools.inspect.pair import ServingDecision
 from sglang_dflash.tools.inspect.serving import Serving
 

@@ -28,7 +28,7 @@ from sglang_dflash.memory.pools import (
     state_pool,
 )
 from sglang_dflash.memory.sizes import KV_DTYPES, GroupKV
-from sglang_dflash.serving.metrics.server import OURS
+from sglang_dflash.serving.metrics.server_info import OURS
 from sglang_dflash.tools.inspect.kv import GIB, draft_groups, split_kv
 from sglang_dflash.tools.inspect.pair import ServingDecision
 from sglang_dflash.tools.inspect.serving import Serving

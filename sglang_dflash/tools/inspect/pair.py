@@ -15,7 +15,7 @@ from sglang_dflash.checkpoint.target_classes import check_target_class
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.checkpoint.tensors import check_embedding, check_tensors, check_values
 from sglang_dflash.common.errors import UnsupportedDraft, shown_pair
-from sglang_dflash.serving.metrics.server import BUILTIN, OURS
+from sglang_dflash.serving.metrics.server_info import BUILTIN, OURS
 
 
 @dataclass(frozen=True)

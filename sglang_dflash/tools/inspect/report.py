@@ -13,7 +13,7 @@ from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import Options, ResolvedOptions
 from sglang_dflash.memory import sizes
 from sglang_dflash.memory.sizes import KV_DTYPES
-from sglang_dflash.serving.metrics.server import BUILTIN, OURS
+from sglang_dflash.serving.metrics.server_info import BUILTIN, OURS
 from sglang_dflash.tools.inspect import words
 from sglang_dflash.tools.inspect.memory import memory_of
 from sglang_dflash.tools.inspect.pair import (

@@ -16,7 +16,7 @@ from sglang_dflash.checkpoint.published import ModelFacts
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.memory.pools import STATES_PER_REQUEST
-from sglang_dflash.serving.metrics.server import BUILTIN, OURS
+from sglang_dflash.serving.metrics.server_info import BUILTIN, OURS
 from sglang_dflash.tools.inspect.launch_command import server_flags
 from sglang_dflash.tools.inspect.memory import is_quantized, memory_of
 from sglang_dflash.tools.inspect.report import decide_pair

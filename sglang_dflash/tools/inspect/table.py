@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_dflash.memory.draft_memory import DraftMemory
-from sglang_dflash.serving.metrics.server import BUILTIN
+from sglang_dflash.serving.metrics.server_info import BUILTIN
 from sglang_dflash.tools.inspect.kv import GIB
 
 _MEMORY = "memory of each GPU"

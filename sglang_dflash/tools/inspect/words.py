@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.checkpoint.published import ModelFacts
-from sglang_dflash.serving.metrics.server import BUILTIN, OURS
+from sglang_dflash.serving.metrics.server_info import BUILTIN, OURS
 
 
 def verdict(facts: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.serving.metrics.server import ServerInfo
+from sglang_dflash.serving.metrics.server_info import ServerInfo
 from tests.tools.cli.test_doctor import reading
 
 COSTS = [

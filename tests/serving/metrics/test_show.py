@@ -23,7 +23,7 @@ from sglang_dflash.drafting.width import AdaptiveWidth
 from sglang_dflash.plugins.repairs import containment
 from sglang_dflash.serving.metrics.counts import AcceptanceCounts, DraftWatch, RequestStep
 from sglang_dflash.serving.metrics.figures import COUNTS, SET_UP
-from sglang_dflash.serving.metrics.server import ENOUGH_STEPS
+from sglang_dflash.serving.metrics.server_info import ENOUGH_STEPS
 from sglang_dflash.serving.metrics.step_times import StepTimes
 from sglang_dflash.serving.start import choose_worker
 from sglang_dflash.serving.step.scheduler import count_kept_tokens

@@ -30,7 +30,7 @@ from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.memory.draft_memory import default_captures
 from sglang_dflash.memory.pools import sglang_states
 from sglang_dflash.serving.gpu.backends import ATTENTION
-from sglang_dflash.serving.metrics.server import BUILTIN
+from sglang_dflash.serving.metrics.server_info import BUILTIN
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.plan import Plan
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.drafting.machine import hardware
+from sglang_dflash.common.machine import hardware
 from sglang_dflash.tools import cli
 from sglang_dflash.tools.cli import check_gpu
 from sglang_dflash.tools.gpu_check import plan, verdict

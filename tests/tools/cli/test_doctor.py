@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.serving.metrics.server import ServerInfo
+from sglang_dflash.serving.metrics.server_info import ServerInfo
 from sglang_dflash.tools import cli
 from sglang_dflash.tools.bench.server import free_port
 from sglang_dflash.tools.cli.doctor import as_text, examine
