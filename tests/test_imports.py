@@ -141,12 +141,15 @@ def test_drafting_needs_no_engine() -> None:
 
 def test_only_the_adapters_import_sglang() -> None:
     adapters = {package_of(path) for path in PACKAGED if "sglang" in top_level(path)}
-    rooms = ("draft_weights", "kv_transfer", "start", "step", "gpu", "hybrid")
+    rooms = ("draft_weights", "kv_transfer", "metrics", "start", "step", "gpu", "hybrid")
     serving = {f"serving/{room}" for room in rooms}
     assert adapters <= {*serving, "plugins/repairs", "plugins/platform_cpu", "patches"}
-    step = [path for path in PACKAGED if package_of(path) == "serving/step"]
-    importers = {path.stem for path in step if "sglang" in top_level(path)}
-    assert importers == {"batch", "sampling", "seeded_sampling"}
+    for room, importers in (
+        ("step", {"batch", "sampling", "seeded_sampling"}),
+        ("metrics", {"labels"}),
+    ):
+        paths = [path for path in PACKAGED if package_of(path) == f"serving/{room}"]
+        assert {path.stem for path in paths if "sglang" in top_level(path)} == importers
 
 
 def test_torch_free_packages_load_without_torch() -> None:

@@ -15,11 +15,6 @@ from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
-from sglang.srt.runtime_context import (
-    get_observability,
-    get_parallel,
-    get_serving,
-)
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_dflash.common.log import Log
@@ -33,6 +28,7 @@ from sglang_dflash.serving.kv_transfer.disaggregation import DraftKVPages
 from sglang_dflash.serving.kv_transfer.host_tier import HostTier
 from sglang_dflash.serving.metrics import server_info
 from sglang_dflash.serving.metrics.figures import Figures
+from sglang_dflash.serving.metrics.labels import metric_labels
 from sglang_dflash.serving.patches import WORKER_PATCHES
 from sglang_dflash.serving.start import flags, memory
 from sglang_dflash.serving.start.decide import make_plan
@@ -252,18 +248,6 @@ def keep_last_hidden_states(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, LogitsProcessor):
             module.keep_last_hidden_states = True
-
-
-def metric_labels() -> dict[str, Any] | None:
-    """Labels of this process's series in /metrics; None without --enable-metrics and on every rank
-    but the first."""
-    parallel, observed = get_parallel(), get_observability()
-    if not observed.enable_metrics or parallel.tp_rank > 0:
-        return None
-    labels = {"model_name": get_serving().served_model_name, "tp_rank": parallel.tp_rank}
-    if parallel.dp_rank is not None:
-        labels["dp_rank"] = parallel.dp_rank
-    return {**labels, **(observed.extra_metric_labels or {})}
 
 
 def fused_sampler(ops: TorchOps, sampler: Any) -> Largest | None:

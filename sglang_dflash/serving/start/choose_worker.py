@@ -30,6 +30,7 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.patches.patch import install_late, verify
 from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, check_kv_dtype, kv_dtype
+from sglang_dflash.serving.metrics.labels import metric_labels
 from sglang_dflash.serving.metrics.series import show_info
 from sglang_dflash.serving.metrics.server_info import BUILTIN, labels
 from sglang_dflash.serving.patches import BUILTIN_PATCHES, PATCHES
@@ -255,8 +256,6 @@ def builtin_worker(theirs: type, reason: str) -> type:
         builtin_reason = reason
 
         def __init__(self, *args: Any, **named: Any) -> None:
-            from sglang_dflash.serving.start.build import metric_labels
-
             install_late(BUILTIN_PATCHES, "its own DFLASH worker")
             with ends_the_server({}):
                 super().__init__(*args, **named)

@@ -280,7 +280,7 @@ def test_the_series_tell_if_sglangs_worker_serves(
     monkeypatch.setattr(choose_worker, "get_spec", lambda: spec)
     # Installed patches would stay for the tests after this one.
     monkeypatch.setattr(choose_worker, "install_late", lambda *_: None)
-    monkeypatch.setattr("sglang_dflash.serving.start.build.metric_labels", lambda: LABELS)
+    monkeypatch.setattr(choose_worker, "metric_labels", lambda: LABELS)
     worker = choose_worker.builtin_worker(Theirs, "--pp-size")(7)
     assert (worker.server_args, worker.builtin_reason) == (7, "--pp-size")
     told = {"worker": "builtin", "block": "8", "window": "all"}
