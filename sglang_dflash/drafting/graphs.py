@@ -15,13 +15,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.attention.table import PADDING_SLOT, RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import ContextWrite, KVGroup
 from sglang_dflash.drafting.noise import LIKELIEST, RULES, BlockNoise
 
-# The target slot that rows of padding name. A KV pool keeps it for padding.
-PADDING_SLOT = 0
 # Columns of the narrowest table of a whole context; each wider one but the last has four times as
 # many.
 LEAST_COLUMNS = 1024

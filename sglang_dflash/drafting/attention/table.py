@@ -11,6 +11,9 @@ from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.attention.visibility import context_positions
 from sglang_dflash.drafting.kv import Tags
 
+# The target slot of tokens that are not to be read: rows of padding, and positions that have no
+# slot. A KV pool keeps it for padding.
+PADDING_SLOT = 0
 # Columns times requests that `fill_table` works on at once. It needs some 60 bytes for each.
 PIECE = 1 << 16
 
@@ -76,7 +79,7 @@ def fill_table(
     for first, width in pieces(entries.shape[1], PIECE // max(1, len(entries))):
         positions = context_positions(seq_lens.long(), width, reach, first)
         visible = positions < ends
-        piece = req_to_token[rows[:, None], positions.clamp(max=last)].where(visible, 0)
+        piece = req_to_token[rows[:, None], positions.clamp(max=last)].where(visible, PADDING_SLOT)
         if tags is not None:
             slots, piece = piece, tags.entry_of[piece]
             visible &= tags.owner[piece] == slots

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.graphs import PADDING_SLOT
+from sglang_dflash.drafting.attention.table import PADDING_SLOT
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.serving.kv_transfer.staging import Staging, StagingBuffer
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted
-from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.attention.table import PADDING_SLOT, RequestSlots
 from sglang_dflash.drafting.drafter import Proposer
-from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.pending_context import PendingContext
 from sglang_dflash.drafting.sampled_drafts import DraftsByRule, SampledDrafts
