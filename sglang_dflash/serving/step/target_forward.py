@@ -38,9 +38,9 @@ class TargetForward:
             batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=CaptureHiddenMode.FULL
         )
 
-    def decodes(self, width: int) -> bool:
-        """Return whether a step of that width is plain decoding, which advances recurrent
-        states."""
+    def is_plain_decoding(self, width: int) -> bool:
+        """Return whether a step of that width is SGLang's decode forward, which advances recurrent
+        states itself; a verify forward leaves them to `Rollback`."""
         return width == 1
 
     def at(self, width: int) -> AbstractContextManager[None]:
@@ -55,7 +55,7 @@ class TargetForward:
         Args:
             block, positions, slots: int64 `[R, width]`; the slots are KV slots to write.
         """
-        if self.decodes(block.shape[1]):
+        if self.is_plain_decoding(block.shape[1]):
             bonus = decode_batch(batch, self._worker, block.flatten(), slots.flatten())
             return self._worker.forward_batch_generation(
                 batch=None, forward_batch=bonus, is_verify=True
@@ -104,7 +104,7 @@ class TargetForwardByWidth(TargetForward):
             width: _make_at(width, self._runner, self._verify_block) for width in self._widths
         }
 
-    def decodes(self, width: int) -> bool:
+    def is_plain_decoding(self, width: int) -> bool:
         return False
 
     def at(self, width: int) -> AbstractContextManager[None]:

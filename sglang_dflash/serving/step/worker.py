@@ -211,7 +211,7 @@ class DFlashWorker:
             sampling.compute_spec_logprobs(
                 batch, output, accepted.tokens.flatten(), chain_stride=step.width
             )
-        if self.rollback is not None and not self.target.decodes(step.width):
+        if self.rollback is not None and not self.target.is_plain_decoding(step.width):
             # Before the new lengths are published: the next forward reads these states.
             due = checkpoints_due(batch, step.seq_lens, accepted.lengths)
             self.rollback.commit(accepted.lengths, due)
