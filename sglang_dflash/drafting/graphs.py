@@ -154,25 +154,12 @@ class GraphedDrafter:
         if key is None:
             self.eager += 1
             return self._drafter.propose(bonus, requests, noise, width)
-        s, n, given = self._static, len(bonus), [bonus, requests.rows, requests.seq_lens]
-        static, unused = [s.bonus, s.rows, s.seq_lens], slice(n, key.requests)
-        # A request of length 0 reads nothing; and of padding there is none in most steps.
-        idle = [kept[unused] for kept in static] if n < key.requests else []
-        # One recording serves all batches: a request with temperature 0 has no noise.
-        if noise is None:
-            idle.append(s.temperatures[: key.requests])
-        else:
-            static, given = [*static, s.seeds], [*given, noise.seeds]
-            s.temperatures[:n].copy_(noise.temperatures)
-            idle += [s.temperatures[unused]] if idle else []
-        # Together: the launches of a step cost the host more than the copies.
-        torch._foreach_copy_([kept[:n] for kept in static], given)
-        if idle:
-            torch._foreach_zero_(idle)
+        self._static.set_proposal(key.requests, bonus, requests, noise)
         self._graphs[key]()
         self.replays["propose"] += 1
+        ids = self._static.ids[:, : len(bonus)]
         # The next replay overwrites them.
-        return (s.ids[LIKELIEST, :n] if noise is None else s.ids[:, :n]).clone()
+        return (ids if noise is not None else ids[LIKELIEST]).clone()
 
     def absorb(
         self,
@@ -186,13 +173,8 @@ class GraphedDrafter:
         if key is None or keep is None:
             self._drafter.absorb(target_hidden, positions, slots, keep, written)
             return
-        s, n, end = self._static, len(slots), key.requests * self._drafter.verify_block
-        torch._foreach_copy_([s.positions[:n], s.slots[:n]], [positions, slots])
-        s.hidden[:n].copy_(target_hidden)
-        s.keep[:n].copy_(keep)
-        if n < end:
-            s.keep[n:end].fill_(False)
-            s.slots[n:end].fill_(PADDING_SLOT)
+        tokens = key.requests * self._drafter.verify_block
+        self._static.set_commit(tokens, target_hidden, positions, slots, keep)
         self._graphs[key]()
         self.replays["commit"] += 1
 
@@ -231,6 +213,62 @@ class _Static:
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in vars(self).values())
+
+    def set_proposal(
+        self, bucket: int, bonus: Tensor, requests: RequestSlots, noise: BlockNoise | None
+    ) -> None:
+        """Write a step's inputs, and zeros for the padding: a request of length 0 reads nothing.
+
+        Args:
+            bucket: requests of the recording, at least those of the step.
+        """
+        inputs = [
+            _Input(self.bonus, bonus),
+            _Input(self.rows, requests.rows),
+            _Input(self.seq_lens, requests.seq_lens),
+        ]
+        padding = slice(len(bonus), bucket)
+        # In most steps there is none.
+        zeroed = [each.buffer[padding] for each in inputs] if len(bonus) < bucket else []
+        # One recording serves all batches: a request with temperature 0 has no noise.
+        if noise is None:
+            zeroed.append(self.temperatures[:bucket])
+        else:
+            inputs.append(_Input(self.seeds, noise.seeds))
+            self.temperatures[: len(bonus)].copy_(noise.temperatures)
+            zeroed += [self.temperatures[padding]] if zeroed else []
+        _copy(inputs)
+        if zeroed:
+            torch._foreach_zero_(zeroed)
+
+    def set_commit(
+        self, bucket: int, hidden: Tensor, positions: Tensor, slots: Tensor, keep: Tensor
+    ) -> None:
+        """Write a commit's inputs, see `Proposer.absorb`; the padding is not committed.
+
+        Args:
+            bucket: tokens of the recording, at least those of the commit.
+        """
+        _copy([_Input(self.positions, positions), _Input(self.slots, slots)])
+        self.hidden[: len(slots)].copy_(hidden)
+        self.keep[: len(slots)].copy_(keep)
+        if len(slots) < bucket:
+            self.keep[len(slots) : bucket].fill_(False)
+            self.slots[len(slots) : bucket].fill_(PADDING_SLOT)
+
+
+class _Input(NamedTuple):
+    """A buffer that recordings read, and the values of its first rows in the step to come."""
+
+    buffer: Tensor
+    values: Tensor
+
+
+def _copy(inputs: Sequence[_Input]) -> None:
+    """Write values to their buffers, together: the launches of a step cost the host more than the
+    copies."""
+    buffers = [each.buffer[: len(each.values)] for each in inputs]
+    torch._foreach_copy_(buffers, [each.values for each in inputs])
 
 
 def _next(sizes: Sequence[int], size: int) -> int | None:
