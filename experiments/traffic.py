@@ -156,8 +156,8 @@ def _step(
     targets, flat = torch.empty_like(ids), torch.empty(tokens, dtype=torch.int64)
     with record_launches(scene) as commit:
         accepted = model.ops.accept(ids, targets)
-        keep = torch.arange(block) < accepted.lengths[:, None]
-        entries = [group.cache.place(flat, keep.flatten()) for group in groups]
+        committed = torch.arange(block) < accepted.lengths[:, None]
+        entries = [group.cache.place(flat, committed.flatten()) for group in groups]
     with record_launches(scene) as absorb:
         kv = model.project_context(sanitize(model.context_features(hidden))[0])
         for group, at in zip(groups, entries, strict=True):

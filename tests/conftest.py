@@ -179,8 +179,8 @@ def write_kv(
     cache: DraftKVCache,
     slots: torch.Tensor,
     kv: torch.Tensor,
-    keep: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
     fair_share: int | None = None,
 ) -> None:
     """Enter tokens, see `DraftKVCache.place`, and store their K/V `[N, L, 2, G, D]`."""
-    store_(cache.kv, cache.place(slots, keep, fair_share), kv)
+    store_(cache.kv, cache.place(slots, live, fair_share), kv)

@@ -33,8 +33,8 @@ class Proposer(Protocol):
         target_hidden: Tensor,
         positions: Tensor,
         slots: Tensor,
-        keep: Tensor | None = None,
-        written: Sequence[ContextWrite] | None = None,
+        committed: Tensor | None = None,
+        writes: Sequence[ContextWrite] | None = None,
     ) -> None:
         """Write draft K/V of tokens that the target has computed.
 
@@ -43,8 +43,8 @@ class Proposer(Protocol):
                 side.
             positions: int64 `[N]`.
             slots: int64 `[N]`, the tokens' slots in the target's KV pool.
-            keep: bool `[N]`, False for drafted tokens that were not accepted; None keeps all.
-            written: of a prompt, what each of `groups` writes; None for all.
+            committed: bool `[N]`, False for drafted tokens that were not accepted; None if all are.
+            writes: of a prompt, what each of `groups` writes; None for all.
         """
 
     def propose(
@@ -108,17 +108,17 @@ class Drafter:
         target_hidden: Tensor,
         positions: Tensor,
         slots: Tensor,
-        keep: Tensor | None = None,
-        written: Sequence[ContextWrite] | None = None,
+        committed: Tensor | None = None,
+        writes: Sequence[ContextWrite] | None = None,
     ) -> None:
         if len(slots) == 0:
             return
         features, broken = sanitize(self.model.context_features(target_hidden))
-        self.counters.add_nonfinite(broken if keep is None else keep & broken)
+        self.counters.add_nonfinite(broken if committed is None else committed & broken)
         kv = self.model.project_context(features)
-        writes = written or (ALL_TOKENS,) * len(self.groups)
+        writes = writes or (ALL_TOKENS,) * len(self.groups)
         for group, write in zip(self.groups, writes, strict=True):
-            group.write(self.model, kv, positions, slots, keep, write)
+            group.write(self.model, kv, positions, slots, committed, write)
 
     def propose(
         self,

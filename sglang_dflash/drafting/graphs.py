@@ -138,7 +138,7 @@ class GraphedDrafter:
 
     def _commit(self, key: Key) -> None:
         s, n = self._static, key.requests * self._drafter.verify_block
-        self._drafter.absorb(s.hidden[:n], s.positions[:n], s.slots[:n], keep=s.keep[:n])
+        self._drafter.absorb(s.hidden[:n], s.positions[:n], s.slots[:n], committed=s.committed[:n])
 
     # -- replays -------------------------------------------------------------------------------
 
@@ -166,15 +166,17 @@ class GraphedDrafter:
         target_hidden: Tensor,
         positions: Tensor,
         slots: Tensor,
-        keep: Tensor | None = None,
-        written: Sequence[ContextWrite] | None = None,
+        committed: Tensor | None = None,
+        writes: Sequence[ContextWrite] | None = None,
     ) -> None:
-        key = None if keep is None or written is not None else self._key_of_commit(len(slots))
-        if key is None or keep is None:
-            self._drafter.absorb(target_hidden, positions, slots, keep, written)
+        key = None
+        if committed is not None and writes is None:
+            key = self._key_of_commit(len(slots))
+        if key is None or committed is None:
+            self._drafter.absorb(target_hidden, positions, slots, committed, writes)
             return
         tokens = key.requests * self._drafter.verify_block
-        self._static.set_commit(tokens, target_hidden, positions, slots, keep)
+        self._static.set_commit(tokens, target_hidden, positions, slots, committed)
         self._graphs[key]()
         self.replays["commit"] += 1
 
@@ -206,7 +208,7 @@ class _Static:
         self.seeds, self.temperatures = zeros(requests), zeros(requests, dtype=torch.float32)
         self.ids = zeros(len(RULES), requests, drafter.draft_block)
         self.positions, self.slots = zeros(tokens), zeros(tokens)
-        self.keep = zeros(tokens, dtype=torch.bool)
+        self.committed = zeros(tokens, dtype=torch.bool)
         # Rows of padding are projected too: they must be finite.
         self.hidden = weight.new_zeros(tokens, drafter.model.config.target_hidden_width)
 
@@ -242,7 +244,7 @@ class _Static:
             torch._foreach_zero_(zeroed)
 
     def set_commit(
-        self, bucket: int, hidden: Tensor, positions: Tensor, slots: Tensor, keep: Tensor
+        self, bucket: int, hidden: Tensor, positions: Tensor, slots: Tensor, committed: Tensor
     ) -> None:
         """Write a commit's inputs, see `Proposer.absorb`; the padding is not committed.
 
@@ -251,9 +253,9 @@ class _Static:
         """
         _copy([_Input(self.positions, positions), _Input(self.slots, slots)])
         self.hidden[: len(slots)].copy_(hidden)
-        self.keep[: len(slots)].copy_(keep)
+        self.committed[: len(slots)].copy_(committed)
         if len(slots) < bucket:
-            self.keep[len(slots) : bucket].fill_(False)
+            self.committed[len(slots) : bucket].fill_(False)
             self.slots[len(slots) : bucket].fill_(PADDING_SLOT)
 
 

@@ -69,22 +69,24 @@ class KVGroup:
         kv: Tensor,
         positions: Tensor,
         slots: Tensor,
-        keep: Tensor | None,
-        written: ContextWrite,
+        committed: Tensor | None,
+        write: ContextWrite,
     ) -> None:
         """Assign entries to tokens, and store their K/V.
 
         Args:
             kv: `[N, L, 2, G, D]`, of all draft layers, from `DraftModel.project_context`.
             positions, slots: int64 `[N]`.
-            keep: bool `[N]`; None keeps all.
+            committed: bool `[N]`; None for all.
+            write: the tokens that this group writes.
         """
-        tokens, fair_share = written
+        tokens, fair_share = write
         slots = slots[tokens]
         if not len(slots):
             # This group sees nothing of this chunk of a prompt.
             return
-        entries = self.cache.place(slots, None if keep is None else keep[tokens], fair_share)
+        live = None if committed is None else committed[tokens]
+        entries = self.cache.place(slots, live, fair_share)
         self.store(model, kv, positions[tokens], entries, tokens)
 
     def store(

@@ -80,8 +80,8 @@ class Requests:
                 positions = torch.arange(left[r], left[r] + take + 2)
                 rejected = torch.randn(2, self.hidden[r].shape[1])
                 hidden = torch.cat([self.hidden[r][left[r] : left[r] + take], rejected])
-                keep = torch.arange(take + 2) < take
-                drafter.absorb(hidden, positions, self.table[r, positions], keep)
+                committed = torch.arange(take + 2) < take
+                drafter.absorb(hidden, positions, self.table[r, positions], committed)
                 left[r] += take
 
 

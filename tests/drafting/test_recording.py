@@ -102,13 +102,13 @@ class Requests:
         for row in range(ROWS):
             self._absorb(torch.tensor([row]), torch.zeros(1).long(), int(self.lengths[row]), None)
 
-    def _absorb(self, rows: Tensor, starts: Tensor, count: int, kept: Tensor | None) -> None:
+    def _absorb(self, rows: Tensor, starts: Tensor, count: int, committed: Tensor | None) -> None:
         positions = (starts[:, None] + torch.arange(count)).flatten()
         slots = self.slots[rows.repeat_interleave(count), positions].long()
         width = len(RAW["dflash_config"]["target_layer_ids"]) * RAW["hidden_size"]
         hidden = torch.randn(len(slots), width, generator=self.random)
         for drafter in self.drafters:
-            drafter.absorb(hidden, positions, slots, keep=kept)
+            drafter.absorb(hidden, positions, slots, committed=committed)
 
     def step(self, count: int, block: int = RAW["block_size"]) -> list[Tensor]:
         """A step of `count` requests, of which so many tokens are verified. What each drafter
@@ -123,10 +123,10 @@ class Requests:
             seeds = torch.randint(0, 2**62, (count,), generator=self.random)
             noise = BlockNoise(seeds, 8.0 * torch.arange(count), lengths)
         found = [drafter.propose(bonus, known, noise) for drafter in self.drafters]
-        kept = torch.randint(1, block + 1, (count,), generator=self.random)
-        keep = (torch.arange(block) < kept[:, None]).flatten()
-        self._absorb(rows, lengths, block, keep)
-        self.lengths[rows] += kept
+        accepted = torch.randint(1, block + 1, (count,), generator=self.random)
+        committed = (torch.arange(block) < accepted[:, None]).flatten()
+        self._absorb(rows, lengths, block, committed)
+        self.lengths[rows] += accepted
         # A request near the end of its row ends, and another one takes its slots.
         self.lengths[self.lengths > COLUMNS - 2 * block] = 1
         return found
@@ -279,6 +279,6 @@ def test_a_replay_is_prepared_in_few_operations(
     tokens = torch.zeros(count * RAW["block_size"], dtype=torch.int64)
     hidden = torch.zeros(len(tokens), drafter.model.config.target_hidden_width)
     with Watch():
-        one.absorb(hidden, tokens, tokens, keep=tokens > 0)
-    # One makes `keep`.
+        one.absorb(hidden, tokens, tokens, committed=tokens > 0)
+    # One makes `committed`.
     assert len(ran) == 1 + 3 + 2 * (count == 3), ran

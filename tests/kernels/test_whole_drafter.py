@@ -102,9 +102,9 @@ def test_triton_and_torch_draft_the_same(case: tuple[dict[str, Any], int | None,
             new = torch.randint(1, 9, (len(batch),)).to(DEVICE)
             steps = torch.arange(10, device=DEVICE)
             positions = (lengths[rows][:, None] + steps).flatten()
-            keep = (steps < new[:, None]).flatten()
+            committed = (steps < new[:, None]).flatten()
             at = slots[rows[:, None], positions.view(len(batch), -1)].long().flatten()
-            hidden = torch.randn(len(keep), width, device=DEVICE)
+            hidden = torch.randn(len(committed), width, device=DEVICE)
             lengths[rows] += new
             bonus = torch.randint(0, 63, (len(batch),)).to(DEVICE)
             known = RequestSlots(slots, rows, lengths[rows], int(lengths[rows].max()))
@@ -115,7 +115,7 @@ def test_triton_and_torch_draft_the_same(case: tuple[dict[str, Any], int | None,
                 noise = BlockNoise(seeds, 8.0 * torch.arange(len(rows)).to(DEVICE), lengths[rows])
             blocks = []
             for side in sides:
-                side.drafter.absorb(hidden, positions, at, keep)
+                side.drafter.absorb(hidden, positions, at, committed)
                 blocks.append(side.drafter.propose(bonus, known, noise))
             if noise is not None:
                 likeliest, coupled = blocks[0]

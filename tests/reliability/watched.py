@@ -107,15 +107,15 @@ def count_overwrites(cache: RingKVCache, rare: Counter[str]) -> None:
     place = cache.place
 
     def counted(
-        target_slots: Tensor, keep: Tensor | None = None, fair_share: int | None = None
+        target_slots: Tensor, live: Tensor | None = None, fair_share: int | None = None
     ) -> Tensor:
         everything = torch.arange(cache.num_entries)
         owner = cache.tags.owner[: cache.num_entries].long()
-        live = (owner >= 0) & (cache.tags.entry_of[owner.clamp(min=0)] == everything)
+        was_live = (owner >= 0) & (cache.tags.entry_of[owner.clamp(min=0)] == everything)
         used = cache.tags.in_use[: cache.num_entries].clone()
-        entries = place(target_slots, keep, fair_share)
+        entries = place(target_slots, live, fair_share)
         now = cache.tags.owner[: cache.num_entries].long()
-        lost = live & (now != owner) & ~torch.isin(owner, target_slots)
+        lost = was_live & (now != owner) & ~torch.isin(owner, target_slots)
         rare["overwritten live entries"] += int(lost.sum())
         rare["overwritten entries in use"] += int((lost & used).sum())
         return entries

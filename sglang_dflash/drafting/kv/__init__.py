@@ -44,8 +44,8 @@ class DraftKVCache:
     Attributes:
         num_entries: entries, without the padding one.
         kv: `[num_entries + 1 + scratch, L, 2, G, D]`, always finite. The entry after the last one
-            is padding; scratch entries are for an attention backend. Writes that are not kept go
-            to the last of all.
+            is padding; scratch entries are for an attention backend. Writes of dead tokens go to
+            the last of all.
         tags: for the table of a step, which marks what it finds as in use; None if every token has
             draft K/V, at its target slot.
     """
@@ -72,20 +72,20 @@ class DraftKVCache:
         return self.tags is not None
 
     def place(
-        self, target_slots: Tensor, keep: Tensor | None = None, fair_share: int | None = None
+        self, target_slots: Tensor, live: Tensor | None = None, fair_share: int | None = None
     ) -> Tensor:
         """Enter tokens in order; the caller stores their K/V. If not all fit, the last ones stay.
 
         Args:
-            target_slots: `[N]`, distinct among the kept ones.
-            keep: bool `[N]`; a token that is not kept is marked dead. None keeps all.
+            target_slots: `[N]`, distinct among those of live tokens.
+            live: bool `[N]`, False for tokens to mark dead; None if all are live.
             fair_share: entries that these tokens may take although fewer are unused. None takes as
                 many as needed.
 
         Returns:
             int64 `[N]`, distinct entry numbers; -1 for a token that is not to be stored.
         """
-        return target_slots if keep is None else torch.where(keep, target_slots, -1)
+        return target_slots if live is None else torch.where(live, target_slots, -1)
 
     def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Entry numbers int64 `[...]` of target slots, and whether each is live, bool."""

@@ -38,28 +38,28 @@ class RingKVCache(DraftKVCache):
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
 
     def place(
-        self, target_slots: Tensor, keep: Tensor | None = None, fair_share: int | None = None
+        self, target_slots: Tensor, live: Tensor | None = None, fair_share: int | None = None
     ) -> Tensor:
         padding, (entry_of, owner, in_use) = self.num_entries, self.tags
         unused = ~in_use[: self.num_entries]
         limit: Tensor | int = self.num_entries
         if fair_share is not None:
             limit = unused.sum().clamp(min=fair_share, max=self.num_entries)
-        keep = torch.ones_like(target_slots, dtype=torch.bool) if keep is None else keep
-        order = keep.cumsum(0)  # 1 for the first kept token
+        live = torch.ones_like(target_slots, dtype=torch.bool) if live is None else live
+        order = live.cumsum(0)  # 1 for the first live token
         total = order[-1:]
         rank = order - 1 - (total - limit).clamp(min=0)
-        keep = keep & (rank >= 0)
+        placed = live & (rank >= 0)
         entries = self._next_entries(unused, rank, total.clamp(max=limit))
-        entries = torch.where(keep, entries, padding)
+        entries = torch.where(placed, entries, padding)
         owner[entries] = target_slots.int()
         # `owner[padding] = -1` would copy a host scalar to the device.
         owner[padding:].fill_(-1)
         entry_of[target_slots] = entries.int()
         in_use.index_fill_(0, entries, True)
-        advance = torch.where(keep, (entries - self.cursor) % self.num_entries + 1, 0)
+        advance = torch.where(placed, (entries - self.cursor) % self.num_entries + 1, 0)
         self.cursor.add_(advance.amax(0, keepdim=True)).remainder_(self.num_entries)
-        return torch.where(keep, entries, -1)
+        return torch.where(placed, entries, -1)
 
     def _next_entries(self, unused: Tensor, rank: Tensor, total: Tensor) -> Tensor:
         """Return, from the cursor on, the `rank`-th `[N]` of the `unused` entries, bool

@@ -26,11 +26,11 @@ class TaggedKVCache(DraftKVCache):
         self.tags = Tags(dead, owner, in_use)
 
     def place(
-        self, target_slots: Tensor, keep: Tensor | None = None, fair_share: int | None = None
+        self, target_slots: Tensor, live: Tensor | None = None, fair_share: int | None = None
     ) -> Tensor:
-        entries = super().place(target_slots, keep, fair_share)
-        kept = torch.where(entries < 0, self.num_entries, entries)
-        self.tags.entry_of[target_slots] = kept.int()
+        entries = super().place(target_slots, live, fair_share)
+        tags = torch.where(entries < 0, self.num_entries, entries)
+        self.tags.entry_of[target_slots] = tags.int()
         return entries
 
     def live_share(self) -> float:

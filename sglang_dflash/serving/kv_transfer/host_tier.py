@@ -187,10 +187,10 @@ class HostTier:
         for group, buffer in _one_ahead(fetched()):
             rows, tokens = self._staging.to_device(buffer)
             at = slots[tokens]
-            keep = self._generations[at] == generation
+            live = self._generations[at] == generation
             # A slot that is another token's by now stays as it is.
-            at = torch.where(keep, at, PADDING_SLOT)
-            entries = group.cache.place(at, keep, self._fair_share(group))
+            at = torch.where(live, at, PADDING_SLOT)
+            entries = group.cache.place(at, live, self._fair_share(group))
             _raw(group.cache.kv)[entries] = rows
             yield len(rows)
         self.loaded_draft += max(map(len, chosen), default=0)

@@ -74,21 +74,21 @@ class PromptContext(NamedTuple):
 
     Attributes:
         tokens: N, the tokens of the forward. Later rows of its hidden states are padding.
-        kept: int64 `[M]`, rows of the tokens to project; a slice for all.
+        rows: int64 `[M]`, the forward's rows of the tokens to project; a slice for all.
         positions: int64 `[M]`.
         slots: int64 `[M]`, in the target's KV pool.
-        written: the tokens that each group of draft layers writes.
+        writes: the tokens that each group of draft layers writes.
     """
 
     tokens: int
-    kept: Tensor | slice
+    rows: Tensor | slice
     positions: Tensor
     slots: Tensor
-    written: Sequence[ContextWrite]
+    writes: Sequence[ContextWrite]
 
     def features(self, target_hidden: Tensor) -> Tensor:
         """The rows `[M, F * E]` to write, of the forward's hidden states `[>= N, F * E]`."""
-        return target_hidden[: self.tokens][self.kept]
+        return target_hidden[: self.tokens][self.rows]
 
 
 def place_prompt(
@@ -119,13 +119,13 @@ def place_prompt(
     def on_device(tokens: Tensor | slice) -> Tensor | slice:
         return tokens if isinstance(tokens, slice) else to_device(tokens, req_to_token.device)
 
-    kept, parts = tokens.to_write(groups)
-    kept = on_device(kept)
-    written = [
+    chosen, parts = tokens.to_write(groups)
+    chosen = on_device(chosen)
+    writes = [
         ContextWrite(on_device(part), group.fair_share(len(batch.reqs), running))
         for group, part in zip(groups, parts, strict=True)
     ]
-    return PromptContext(len(slots), kept, positions[kept], slots[kept], written)
+    return PromptContext(len(slots), chosen, positions[chosen], slots[chosen], writes)
 
 
 def write_texts(batch: ScheduleBatch, lookup: Lookup) -> None:
@@ -137,12 +137,12 @@ def write_texts(batch: ScheduleBatch, lookup: Lookup) -> None:
         # They have their text but for the newest token, which the host may not know.
         last = to_device(torch.tensor(batch.extend_lens).cumsum(0) - 1, rows.device)
         lookup.write(rows, batch.seq_lens.long() - 1, batch.input_ids[last].long())
-    known = {id(request) for request in decoding or ()}
+    decoding_ids = {id(request) for request in decoding or ()}
     prompts = {}
     for row, request in enumerate(batch.reqs):
         tokens = [*request.origin_input_ids, *request.output_ids]
         end = batch.prefix_lens[row] + batch.extend_lens[row]
-        if id(request) not in known and end == len(tokens):
+        if id(request) not in decoding_ids and end == len(tokens):
             prompts[row] = tokens
     _write_whole(prompts, rows, lookup)
 

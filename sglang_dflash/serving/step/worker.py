@@ -129,7 +129,7 @@ class DFlashWorker:
             # Zeros, so that drafts with this prefix do not read what the slots held before.
             hidden = torch.zeros(prompt.tokens, self.features, device=self.req_to_token.device)
         features = prompt.features(hidden)
-        self.drafter.absorb(features, prompt.positions, prompt.slots, written=prompt.written)
+        self.drafter.absorb(features, prompt.positions, prompt.slots, writes=prompt.writes)
         replace_hidden_states(batch, result.logits_output)
         # In a mixed batch under overlap, the host does not know the decoding requests' next
         # token yet.
@@ -240,7 +240,7 @@ class DFlashWorker:
             return
         committed = self._offsets[: step.width] < accepted.lengths[:, None]
         self.drafter.absorb(
-            hidden, step.positions.flatten(), step.slots.flatten(), keep=committed.flatten()
+            hidden, step.positions.flatten(), step.slots.flatten(), committed=committed.flatten()
         )
 
     def _run_host_copies(self, slots: Tensor) -> None:

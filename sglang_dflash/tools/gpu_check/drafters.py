@@ -147,8 +147,8 @@ class LoadedDraft:
         def run() -> None:
             ids = drafter.propose(self.bonus, self.requests)
             accepted = ops.accept(ids, self.targets)
-            keep = (steps < accepted.lengths[:, None]).flatten()
-            drafter.absorb(self.hidden, self.positions, self.slots, keep=keep)
+            committed = (steps < accepted.lengths[:, None]).flatten()
+            drafter.absorb(self.hidden, self.positions, self.slots, committed=committed)
 
         return run
 

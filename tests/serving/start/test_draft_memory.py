@@ -239,7 +239,7 @@ def test_a_step_takes_no_more_than_was_reserved(
         with record_launches(StepContents([POSITIONS] * RUNNING)), alive:
             drafter.propose(rows, known)
             proposal, alive.most = alive.most, 0
-            drafter.absorb(hidden, tokens, tokens, keep=tokens > 3)
+            drafter.absorb(hidden, tokens, tokens, committed=tokens > 3)
     step = needed.logits + needed.activations + needed.slot_tables
     assert max(proposal, alive.most) <= step
     # And it is no guess: half of it would not do.

@@ -225,10 +225,10 @@ def test_the_draft_kv_cache_stays_on_the_device(gpu: FakeCuda, kind: str) -> Non
         else DraftKVCache(40, shape, torch.float32, "cuda")
     )
     slots = torch.arange(6, device="cuda")
-    kv, keep = torch.zeros(6, *shape, device="cuda"), slots < 4
+    kv, live = torch.zeros(6, *shape, device="cuda"), slots < 4
     gpu.crossings.clear()
     for fair_share in (None, 3):
-        write_kv(cache, slots, kv, keep, fair_share)
+        write_kv(cache, slots, kv, live, fair_share)
         write_kv(cache, slots, kv, None, fair_share)
     cache.forget(slots)
     cache.clear()

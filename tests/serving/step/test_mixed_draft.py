@@ -117,9 +117,9 @@ class Pool:
         tokens = PromptTokens.of([first], [end], [length])
         kept, parts = tokens.to_write(self.groups)
         hidden = torch.stack([self.of(c) for c in request.contents[first:end]])
-        written = [ContextWrite(some, group.cache.num_entries // RUNNING)
-                   for group, some in zip(self.groups, parts, strict=True)]  # fmt: skip
-        self.drafter.absorb(hidden[kept], tokens.positions[kept], slots[kept], written=written)
+        writes = [ContextWrite(part, group.cache.num_entries // RUNNING)
+                  for group, part in zip(self.groups, parts, strict=True)]  # fmt: skip
+        self.drafter.absorb(hidden[kept], tokens.positions[kept], slots[kept], writes=writes)
 
     def step(self) -> None:
         """Compare a proposal of all running requests with the reference, then commit."""
@@ -158,7 +158,7 @@ class Pool:
         slots = torch.tensor(request.slots[start:])
         hidden = torch.stack([self.of(c) for c in request.contents[start:]])
         positions = torch.arange(start, start + BLOCK)
-        self.drafter.absorb(hidden, positions, slots, keep=torch.arange(BLOCK) < kept)
+        self.drafter.absorb(hidden, positions, slots, committed=torch.arange(BLOCK) < kept)
         self.free += request.slots[start + kept :]
         del request.slots[start + kept :], request.contents[start + kept :]
 
