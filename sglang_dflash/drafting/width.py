@@ -27,10 +27,10 @@ GUESS = 0.8
 WEIGHT = 0.03
 # Weight in the survival of the last few steps, which takes over if it is so many standard
 # deviations from the other one: the text has changed.
-WEIGHT_LATELY, CHANGE = 0.25, 3.0
+RECENT_WEIGHT, CHANGE_DEVIATIONS = 0.25, 3.0
 # A server's first steps, which take longer and do not count, and the last measurements of a width
 # that its median is of.
-COLD, KEPT = 8, 7
+COLD_STEPS, MEASUREMENTS = 8, 7
 # A measurement that is off by this factor is repeated; if the next one agrees, costs have changed.
 SURPRISE = 1.4
 # Share of the time that tries may lose, and the steps between two at least.
@@ -40,7 +40,7 @@ PATIENCE = 3
 # Steps after which a width below the one in use is measured again. Only its cost can have changed:
 # its drafts are among those that are verified. Where it never was, that cost is a guess, and
 # `LEAST_STEPS` are enough.
-OLD = 240
+STALE_STEPS = 240
 
 
 class WidthPolicy:
@@ -85,31 +85,32 @@ class Survival:
 
     def __init__(self, drafts: int) -> None:
         self.probabilities = [GUESS**k for k in range(1, drafts + 1)]
-        self._lately = list(self.probabilities)
+        self._recent_probabilities = list(self.probabilities)
         # Steps that `probabilities` rest on; how far the last ones were from them, in accepted
         # drafts; and the variance of one.
-        self._steps, self._off, self._variance = 1, 0.0, 1.0
+        self._steps_observed, self._recent_error, self._error_variance = 1, 0.0, 1.0
 
     def expect_change(self) -> None:
         """Other requests run: the next step weighs a third."""
-        self._steps = min(self._steps, 2)
+        self._steps_observed = min(self._steps_observed, 2)
 
     def observe(self, drafts: int, accepted: Sequence[int]) -> None:
         """A step verified so many drafts of each request and accepted so many of each."""
         requests, ascending = len(accepted), sorted(accepted)
         survived = [1 - bisect_right(ascending, k) / requests for k in range(drafts)]
-        self._steps += 1
-        weight = min(1.0, max(WEIGHT * sqrt(requests), 1 / self._steps))
-        lately = max(weight, WEIGHT_LATELY)
-        off = sum(survived) - sum(self.probabilities[:drafts])
-        self._off += lately * (off - self._off)
-        self._variance += WEIGHT * (off * off - self._variance)
+        self._steps_observed += 1
+        weight = min(1.0, max(WEIGHT * sqrt(requests), 1 / self._steps_observed))
+        recent_weight = max(weight, RECENT_WEIGHT)
+        error = sum(survived) - sum(self.probabilities[:drafts])
+        self._recent_error += recent_weight * (error - self._recent_error)
+        self._error_variance += WEIGHT * (error * error - self._error_variance)
         _average(self.probabilities, survived, weight)
-        _average(self._lately, survived, lately)
+        _average(self._recent_probabilities, survived, recent_weight)
         # Of the mean of the last steps, weighted as here.
-        deviation = sqrt(self._variance * lately / (2 - lately))
-        if abs(self._off) > CHANGE * deviation:
-            self.probabilities, self._steps, self._off = list(self._lately), 4, 0.0
+        deviation = sqrt(self._error_variance * recent_weight / (2 - recent_weight))
+        if abs(self._recent_error) > CHANGE_DEVIATIONS * deviation:
+            self.probabilities = list(self._recent_probabilities)
+            self._steps_observed, self._recent_error = 4, 0.0
 
 
 def _average(survival: list[float], survived: Sequence[float], weight: float) -> None:
@@ -144,20 +145,20 @@ class StepSeconds:
         self._medians: dict[CostBucket, dict[int, float]] = {}
         self.measured = Counter[int]()
         # By width, the last measurement over what was expected, if it was a surprise.
-        self._surprise: dict[int, float] = {}
+        self._last_surprise: dict[int, float] = {}
 
     def record(self, bucket: CostBucket, width: int, seconds: float) -> bool:
         """Record a measurement, and return whether to repeat it because it is a surprise."""
         ratio = seconds / self.at(bucket).get(width, seconds)
         is_surprise = not _alike(ratio, 1.0)
-        is_change = is_surprise and _alike(ratio, self._surprise.get(width, 0.0))
-        self._surprise[width] = ratio if is_surprise else 0.0
+        is_change = is_surprise and _alike(ratio, self._last_surprise.get(width, 0.0))
+        self._last_surprise[width] = ratio if is_surprise else 0.0
         if is_change:
             # What was measured before is outdated, in other places too.
             for at, medians in self._medians.items():
                 medians.pop(width, None)
                 self._samples[at].pop(width, None)
-        samples = self._samples.setdefault(bucket, {}).setdefault(width, deque(maxlen=KEPT))
+        samples = self._samples.setdefault(bucket, {}).setdefault(width, deque(maxlen=MEASUREMENTS))
         samples.append(seconds)
         self._medians.setdefault(bucket, {})[width] = median_low(samples)
         self.measured[width] += 1
@@ -166,17 +167,18 @@ class StepSeconds:
     def at(self, bucket: CostBucket) -> Mapping[int, float]:
         """Return the seconds of a step by width. Widths without a measurement here are scaled from
         the nearest bucket with one, and left out if there is none."""
-        known = self._medians.get(bucket, {})
-        if len(known) == len(self._widths):
-            return known
+        by_width = self._medians.get(bucket, {})
+        if len(by_width) == len(self._widths):
+            return by_width
         for near in sorted(self._medians, key=lambda other: _distance(bucket, other)):
             medians = self._medians[near]
-            both = known.keys() & medians.keys()
-            scale = sum(known[w] / medians[w] for w in both) / len(both) if both else 1.0
-            known = {width: scale * seconds for width, seconds in medians.items()} | known
-        return known
+            shared = by_width.keys() & medians.keys()
+            ratios = [by_width[width] / medians[width] for width in shared]
+            scale = sum(ratios) / len(ratios) if ratios else 1.0
+            by_width = {width: scale * seconds for width, seconds in medians.items()} | by_width
+        return by_width
 
-    def known(self, bucket: CostBucket) -> Collection[int]:
+    def measured_widths(self, bucket: CostBucket) -> Collection[int]:
         """The widths that were measured there."""
         return self._medians.get(bucket, {}).keys()
 
@@ -208,12 +210,12 @@ class _Chosen(NamedTuple):
     """A step whose outcome is not known yet.
 
     Attributes:
-        pays: accepted drafts per request from which on it is faster than plain decoding.
+        break_even: accepted drafts per request from which on it is faster than plain decoding.
         is_probe: whether it drafts although drafting does not seem to pay.
     """
 
     width: int
-    pays: float = 0.0
+    break_even: float = 0.0
     is_probe: bool = False
 
 
@@ -231,18 +233,18 @@ class AdaptiveWidth(WidthPolicy):
         self.widths = tuple(widths)
         if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
             raise ValueError(f"widths {widths}: ascending numbers from 1 to the block size")
-        self._survival, self._seconds = Survival(widths[-1] - 1), StepSeconds(widths)
-        self._best, self._pause = self.widths[-1], 1.0
+        self._survival, self._step_seconds = Survival(widths[-1] - 1), StepSeconds(widths)
+        self._best_width, self._pause_factor = self.widths[-1], 1.0
         # Steps since each width was used, and the one to repeat, or 0.
-        self._age, self._again = dict.fromkeys(self.widths, 0), 0
+        self._steps_since_use, self._width_to_repeat = dict.fromkeys(self.widths, 0), 0
         # Steps that were to measure a width since one could be timed.
-        self._untimed = 0
-        self._cold = COLD
+        self._untimed_steps = 0
+        self._cold_steps = COLD_STEPS
         # Requests of the last step that drafted; steps without an outcome yet, two under overlap.
-        self._seen: frozenset[Hashable] = frozenset()
-        self._open: deque[_Chosen] = deque(maxlen=4)
-        self._probes = 0
-        self._spent, self._spent_probing = 0.0, 0.0
+        self._last_requests: frozenset[Hashable] = frozenset()
+        self._undecided: deque[_Chosen] = deque(maxlen=4)
+        self._probe_steps = 0
+        self._total_seconds, self._probe_seconds = 0.0, 0.0
 
     def choose(
         self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
@@ -251,11 +253,11 @@ class AdaptiveWidth(WidthPolicy):
         if requests and most > 1:
             bucket = CostBucket.of(len(requests) + undrafted, context)
             step = self._decide(requests, undrafted, bucket, most)
-        self._open.append(step)
-        self._probes += step.is_probe
+        self._undecided.append(step)
+        self._probe_steps += step.is_probe
         for width in self.widths:
-            self._age[width] += 1
-        self._age[step.width] = 0
+            self._steps_since_use[width] += 1
+        self._steps_since_use[step.width] = 0
         return step.width
 
     def _decide(
@@ -265,7 +267,7 @@ class AdaptiveWidth(WidthPolicy):
         bucket: CostBucket,
         most: int,
     ) -> _Chosen:
-        unmeasured, seconds = self._to_measure(), self._seconds.at(bucket)
+        unmeasured, seconds = self._to_measure(), self._step_seconds.at(bucket)
         if unmeasured is not None:
             return _Chosen(unmeasured)
         running = len(requests) + undrafted
@@ -273,29 +275,30 @@ class AdaptiveWidth(WidthPolicy):
         tokens = list(accumulate(survivors, initial=float(running)))
         rate = {width: tokens[min(width, most) - 1] / seconds[width] for width in self.widths}
         best = max(rate, key=rate.__getitem__)
-        if best != self._best:
-            self._best, self._pause = best, 1.0
-        if self._seen and 2 * len(self._seen.intersection(requests)) < len(requests):
-            self._seen, self._pause = frozenset(), 1.0
+        if best != self._best_width:
+            self._best_width, self._pause_factor = best, 1.0
+        still_running = self._last_requests.intersection(requests)
+        if self._last_requests and 2 * len(still_running) < len(requests):
+            self._last_requests, self._pause_factor = frozenset(), 1.0
             self._survival.expect_change()
-        width = self._to_try(best, rate, seconds, self._seconds.known(bucket))
+        width = self._to_try(best, rate, seconds, self._step_seconds.measured_widths(bucket))
         if width is None:
             return _Chosen(best)
-        pays = running / len(requests) * (seconds[width] / seconds[1] - 1)
-        return _Chosen(width, pays, self._best == 1 < width)
+        break_even = running / len(requests) * (seconds[width] / seconds[1] - 1)
+        return _Chosen(width, break_even, self._best_width == 1 < width)
 
     def _to_measure(self) -> int | None:
         """The width that is used while not all are measured; None if they are.
 
         Not for ever: a step that a prefill follows is not timed. Then it is as with a fixed width.
         """
-        measured = self._seconds.measured
+        measured = self._step_seconds.measured
         least = min(self.widths, key=measured.__getitem__)
-        if measured[least] >= KEPT // 2:
+        if measured[least] >= MEASUREMENTS // 2:
             return None
-        self._untimed += 1
-        if self._cold or self._untimed > len(self.widths) * KEPT:
-            return self._best
+        self._untimed_steps += 1
+        if self._cold_steps or self._untimed_steps > len(self.widths) * MEASUREMENTS:
+            return self._best_width
         return least
 
     def _to_try(
@@ -303,55 +306,55 @@ class AdaptiveWidth(WidthPolicy):
         best: int,
         rate: Mapping[int, float],
         seconds: Mapping[int, float],
-        known: Collection[int],
+        measured: Collection[int],
     ) -> int | None:
         """A width other than the best that is used for one step, if one is due.
 
-        `known`: the widths whose seconds were measured with as many requests.
+        `measured`: the widths whose seconds were measured with as many requests.
         """
-        again, self._again = self._again, 0
-        if again and again != best:
-            return again
+        repeated, self._width_to_repeat = self._width_to_repeat, 0
+        if repeated and repeated != best:
+            return repeated
         wider = [width for width in rate if width > best]
         if wider:
             width = max(wider, key=rate.__getitem__)
             # In steps of the best width.
             lost = (1 - rate[width] / rate[best]) * seconds[width] / seconds[best]
-            age = min(self._age[each] for each in self.widths if each > best)
-            if age >= self._pause * max(LEAST_STEPS, lost / BUDGET):
-                self._pause = min(PATIENCE, 2 * self._pause)
+            age = min(self._steps_since_use[each] for each in self.widths if each > best)
+            if age >= self._pause_factor * max(LEAST_STEPS, lost / BUDGET):
+                self._pause_factor = min(PATIENCE, 2 * self._pause_factor)
                 return width
-        pause = {w: OLD if w in known else LEAST_STEPS for w in rate if w < best}
-        return next((w for w in pause if self._age[w] >= pause[w]), None)
+        pause = {w: STALE_STEPS if w in measured else LEAST_STEPS for w in rate if w < best}
+        return next((w for w in pause if self._steps_since_use[w] >= pause[w]), None)
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
-        self._untimed = 0
-        self._spent += seconds
-        self._spent_probing += seconds * (width > 1 == self._best)
-        if self._cold:
-            self._cold -= 1
+        self._untimed_steps = 0
+        self._total_seconds += seconds
+        self._probe_seconds += seconds * (width > 1 == self._best_width)
+        if self._cold_steps:
+            self._cold_steps -= 1
             return
-        if self._seconds.record(CostBucket.of(requests, context), width, seconds):
-            self._again = width
+        if self._step_seconds.record(CostBucket.of(requests, context), width, seconds):
+            self._width_to_repeat = width
 
     def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
         # A step that failed has no outcome: its choice must not be taken for a later one's.
-        while self._open and self._open[0].width != width:
-            self._open.popleft()
-        step = self._open.popleft() if self._open else _Chosen(width)
+        while self._undecided and self._undecided[0].width != width:
+            self._undecided.popleft()
+        step = self._undecided.popleft() if self._undecided else _Chosen(width)
         if width == 1 or not requests:
             return
         self._survival.observe(width - 1, accepted)
-        self._seen = frozenset(requests)
-        if step.is_probe and sum(accepted) >= step.pays * len(requests):
-            self._again, self._pause = width, 1.0
+        self._last_requests = frozenset(requests)
+        if step.is_probe and sum(accepted) >= step.break_even * len(requests):
+            self._width_to_repeat, self._pause_factor = width, 1.0
 
     def report(self) -> Mapping[str, Any]:
-        share = self._spent_probing / self._spent if self._spent else 0.0
+        share = self._probe_seconds / self._total_seconds if self._total_seconds else 0.0
         return {
             "width": "adaptive",
-            "width_now": self._best,
-            "width_probes": self._probes,
+            "width_now": self._best_width,
+            "width_probes": self._probe_steps,
             "width_probe_share": round(share, 4),
-            "width_costs": self._seconds.report(),
+            "width_costs": self._step_seconds.report(),
         }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sglang_dflash.drafting.width import (
-    COLD,
+    COLD_STEPS,
     AdaptiveWidth,
     CostBucket,
     StepSeconds,
@@ -254,7 +254,7 @@ def test_what_pays_for_one_request_is_measured_anew_for_eight() -> None:
 # -- what cannot be measured, and limits
 
 
-@pytest.mark.parametrize("known", [0, COLD + 3, 30])
+@pytest.mark.parametrize("known", [0, COLD_STEPS + 3, 30])
 def test_steps_that_cannot_be_timed_are_as_with_a_fixed_width(known: int) -> None:
     """With short answers a prefill follows every step, which then has no duration."""
     _, widths = simulate(
@@ -369,6 +369,8 @@ def test_unknown_costs_are_in_proportion_to_the_nearest_bucket() -> None:
 def test_a_step_without_an_outcome_is_not_taken_for_a_later_one() -> None:
     """A step that failed is chosen and never observed; the probe after it paid."""
     policy = AdaptiveWidth(WIDTHS)
-    policy._open.extend((_Chosen(WIDTHS[0]), _Chosen(WIDTHS[-1], pays=1.0, is_probe=True)))
+    policy._undecided.extend(
+        (_Chosen(WIDTHS[0]), _Chosen(WIDTHS[-1], break_even=1.0, is_probe=True))
+    )
     policy.observe(["r"], WIDTHS[-1], [WIDTHS[-1] - 1])
-    assert policy._again == WIDTHS[-1] and not policy._open
+    assert policy._width_to_repeat == WIDTHS[-1] and not policy._undecided
