@@ -154,7 +154,7 @@ def move_windows_kernel(
                 tl.store(p_pool + i_checkpoint * s_pool_s + i_w * s_pool_w, b_input, mask=m_c)
 
 
-def fold_(layers: RecurrentLayers, states: Tensor, kept: VerifyInputs, moves: Moves) -> None:
+def fold_(layers: RecurrentLayers, states: Tensor, verified: VerifyInputs, moves: Moves) -> None:
     """As `drafting.recurrent.replay.fold_`, without a host synchronization.
 
     Raises:
@@ -164,7 +164,7 @@ def fold_(layers: RecurrentLayers, states: Tensor, kept: VerifyInputs, moves: Mo
     """
     if layers.activation not in ("silu", "swish"):
         raise ConfigError("activation", layers.activation, "the fold kernel computes silu")
-    window, inputs, a, b = kept
+    window, inputs, a, b = verified
     if a.stride() != b.stride() or a.stride(-1) != 1:
         raise ValueError(f"a and b need equal strides and unit stride over heads, got {a.stride()}")
     if not states[0, 0].is_contiguous():
@@ -200,7 +200,7 @@ def move_windows_(pool: Tensor, windows: Tensor, moves: Moves) -> None:
 def traffic(
     layers: RecurrentLayers,
     states: Tensor,
-    kept: VerifyInputs,
+    verified: VerifyInputs,
     lengths: Sequence[int],
     checkpoints: int | None = None,
 ) -> Traffic:
@@ -218,9 +218,9 @@ def traffic(
     state = value_dim * key_dim * states.element_size()
     # Of a head: each tile of value rows needs the whole key.
     read_channels = tiles * key_dim + value_dim
-    tap = kept.inputs.element_size() + layers.conv_weight.element_size()
+    tap = verified.inputs.element_size() + layers.conv_weight.element_size()
     bias = 0 if layers.conv_bias is None else layers.conv_bias.element_size()
-    token = read_channels * (width * tap + bias) + tiles * 2 * kept.a.element_size()
+    token = read_channels * (width * tap + bias) + tiles * 2 * verified.a.element_size()
     fixed = 32 + layers.a_log.element_size() + layers.dt_bias.element_size()
     fixed += 0 if checkpoints is None else 16
     heads = depth * layers.value_heads

@@ -58,15 +58,15 @@ class DraftSource:
         self._classes = torch.arange(CLASSES, device=device)
         self._positions = torch.arange(verify_block - 1, device=device)
 
-    def classes(self, lengths: Tensor, drafted: Tensor, seen: Tensor) -> Tensor:
+    def classes(self, lengths: Tensor, drafts: Tensor, looked_up: Tensor) -> Tensor:
         """The class of each request's match, int64 `[R]`, 0 for none.
 
         Args:
             lengths: int64 `[R]`, tokens that agree.
-            drafted, seen: int64 `[R, W - 1]`, the drafts of both sources.
+            drafts, looked_up: int64 `[R, W - 1]`, the drafts of both sources.
         """
         of_length = self._class_of_length[lengths]
-        return of_length + ((of_length > 0) & (drafted[:, 0] == seen[:, 0]))
+        return of_length + ((of_length > 0) & (drafts[:, 0] == looked_up[:, 0]))
 
     def expected(self, drafts: int) -> Tensor:
         """Expected accepted drafts of a step of that many, by source and class, `[2, M]`."""
@@ -95,9 +95,9 @@ class DraftSource:
         right = (by_source == accepted.tokens[:, :drafts]).cumprod(-1)
         # A draft was right or wrong where all before it were right.
         reached = F.pad(right, (1, 0), value=1)[..., :-1]
-        seen = torch.stack((reached, right)) * is_reached
+        observed = torch.stack((reached, right)) * is_reached
         of_class = classes == self._classes[:, None]  # [M, R]
-        counts = of_class.float() @ seen.float()
+        counts = of_class.float() @ observed.float()
         for totals, new in (
             (self._totals, counts),
             (self._draft_totals, counts[:, DRAFT].sum(1)),

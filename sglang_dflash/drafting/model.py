@@ -263,10 +263,10 @@ class DraftModel(nn.Module):
         for i, layer in enumerate(self._each_layer()):
             qkv, first = layer.qkv_proj, layer.heads * self.config.head_dim
             norms[i].copy_(layer.k_norm.weight)
-            for joined, own in ((weight, plain_weight(qkv)), (bias, qkv.bias)):
-                if joined is not None and own is not None:
-                    rows = len(own) - first
-                    joined[i * rows : (i + 1) * rows].copy_(own[first:])
+            for joined, part in ((weight, plain_weight(qkv)), (bias, qkv.bias)):
+                if joined is not None and part is not None:
+                    rows = len(part) - first
+                    joined[i * rows : (i + 1) * rows].copy_(part[first:])
         if packed is not None:
             self._packed_context = pack_again(weight, self._float16)
 

@@ -111,5 +111,5 @@ def taken_of_shards(logits: Tensor, columns: Tensor, tp: TensorParallel) -> Tens
         float32 `[N]`; -inf for a column that no rank has.
     """
     in_shard = (columns >= 0) & (columns < logits.shape[1])
-    own = logits.gather(1, columns.where(in_shard, 0)[:, None])[:, 0].float()
-    return tp.all_gather(own.where(in_shard, -torch.inf)).amax(0)
+    taken = logits.gather(1, columns.where(in_shard, 0)[:, None])[:, 0].float()
+    return tp.all_gather(taken.where(in_shard, -torch.inf)).amax(0)

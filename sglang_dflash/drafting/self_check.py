@@ -159,9 +159,9 @@ def check_replay(fold: Fold, move_windows: MoveWindows, conv: Tensor, states: Te
     """
     draw, block = RandomInputs(conv), 4
     value_heads, value_dim, key_dim = states.shape[2:]
-    channels, kept = conv.shape[2:]
+    channels, history = conv.shape[2:]
     layers = RecurrentLayers(
-        conv_weight=draw.floats(1, channels, kept + 1),
+        conv_weight=draw.floats(1, channels, history + 1),
         conv_bias=None,
         activation="silu",
         a_log=draw.floats(1, value_heads).float(),
@@ -172,15 +172,15 @@ def check_replay(fold: Fold, move_windows: MoveWindows, conv: Tensor, states: Te
         value_dim=value_dim,
     )
     # As SGLang lays them out, each window begins one input after the one before.
-    inputs = draw.floats(1, 2, channels, block + kept)
-    windows = inputs.unfold(3, kept, 1)[:, :, :, 1:].permute(0, 1, 3, 2, 4)
+    inputs = draw.floats(1, 2, channels, block + history)
+    windows = inputs.unfold(3, history, 1)[:, :, :, 1:].permute(0, 1, 3, 2, 4)
     gates = draw.floats(2, 1, 2, block, value_heads)
-    given = VerifyInputs(inputs[..., :kept], windows[..., -1], *gates)
+    given = VerifyInputs(inputs[..., :history], windows[..., -1], *gates)
     rows, lengths = torch.arange(2, device=draw.device), draw.ints(2, block, 2)
     checkpoints = torch.where(rows > 0, 4, -1)
     moves = Moves(rows, rows, rows + 2, lengths, checkpoints, torch.ones_like(rows))
     before = draw.floats(1, 5, *states.shape[2:]).to(states.dtype)
-    pool = draw.floats(1, 5, channels, kept)
+    pool = draw.floats(1, 5, channels, history)
     results = []
     for run, move in ((fold, move_windows), (replay.fold_, replay.move_windows_)):
         after, moved = before.clone(), pool.clone()
@@ -192,10 +192,10 @@ def check_replay(fold: Fold, move_windows: MoveWindows, conv: Tensor, states: Te
     _compare("windows of replay", moved, windows_of_torch)
 
 
-def _used(lengths: Tensor, seen: Tensor) -> Sequence[Tensor]:
+def _used(lengths: Tensor, followed: Tensor) -> Sequence[Tensor]:
     """Return matches and what followed them, zeros where the match is too short to be used."""
     is_match = lengths >= SHORTEST_MATCH
-    return lengths.where(is_match, 0), seen.where(is_match[:, None], 0)
+    return lengths.where(is_match, 0), followed.where(is_match[:, None], 0)
 
 
 def op_cases(model: DraftModel, block: int, verify_block: int) -> Cases:

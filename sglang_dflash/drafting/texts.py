@@ -22,11 +22,11 @@ _NO_TOKEN = 2**31 - 1
 
 
 class _Step(NamedTuple):
-    """Attributes: see `DraftSource.learn`, and the requests whose drafts were looked up."""
+    """Attributes: see `DraftSource.learn` and `DraftSource.looks_up`."""
 
     classes: Tensor
     by_source: Tensor
-    looked_up: Tensor
+    looks_up: Tensor
 
 
 class Lookup:
@@ -76,18 +76,19 @@ class Lookup:
         """
         bonus, drafts = drafted[:, 0].contiguous(), drafted[:, 1:width]
         drafts = F.pad(drafts, (0, width - 1 - drafts.shape[1]))
-        lengths, seen = self._ops.seen_before(bonus, self.texts, requests, self._count)
-        seen = seen[:, : width - 1]
+        lengths, followed = self._ops.seen_before(bonus, self.texts, requests, self._count)
+        followed = followed[:, : width - 1]
         # Ids of images are none of the vocabulary.
-        seen = seen.where((seen >= 0) & (seen < self._vocab_size), drafts)
-        classes = self._source.classes(lengths, drafts, seen)
-        looked_up = self._source.looks_up(classes, width - 1)
-        self._step = _Step(classes, torch.stack((drafts, seen)), looked_up)
-        return torch.cat((bonus[:, None], seen.where(looked_up[:, None], drafts)), 1)
+        is_token = (followed >= 0) & (followed < self._vocab_size)
+        looked_up = followed.where(is_token, drafts)
+        classes = self._source.classes(lengths, drafts, looked_up)
+        looks_up = self._source.looks_up(classes, width - 1)
+        self._step = _Step(classes, torch.stack((drafts, looked_up)), looks_up)
+        return torch.cat((bonus[:, None], looked_up.where(looks_up[:, None], drafts)), 1)
 
     def learn(self, accepted: Accepted) -> None:
         """Take in what was accepted of the block."""
         if self._step is not None:
-            classes, by_source, looked_up = self._step
-            self._counters.add_sources(looked_up, accepted.lengths - 1)
+            classes, by_source, looks_up = self._step
+            self._counters.add_sources(looks_up, accepted.lengths - 1)
             self._source.learn(classes, by_source, accepted)

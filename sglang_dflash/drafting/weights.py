@@ -66,7 +66,7 @@ def draft_tensors(config: DraftConfig, folder: str | Path, dtype: torch.dtype) -
     for name, parts in fused_tensors(config).items():
         if name in tensors:
             rows = tensors.pop(name).split([part.shape[0] for part in parts])
-            tensors |= {part.name: own for part, own in zip(parts, rows, strict=True)}
+            tensors |= {part.name: weight for part, weight in zip(parts, rows, strict=True)}
     return tensors
 
 
@@ -145,7 +145,7 @@ def _tell_dequantized(model: DraftModel, modules: int) -> None:
     if not modules:
         logger.warning("the draft is said to be quantized, %s: no tensor of it is", quantization)
         return
-    size, dtype = sum(own.nbytes for own in model.parameters()), str(model.dtype)
+    size, dtype = sum(weight.nbytes for weight in model.parameters()), str(model.dtype)
     of_rank = " on each rank" if model.tp.size > 1 else ""
     logger.info(
         "%d modules of the draft are quantized, %s, and were dequantized: it takes %.3f GiB, %s%s",
@@ -195,15 +195,15 @@ def reload(model: DraftModel, tensors: Mapping[str, Tensor]) -> None:
         path, _, attribute = ours.rpartition(".")
         module = model.get_submodule(path)
         packed = module if isinstance(module, PackedLinear) and attribute == "weight" else None
-        own, begin = plain_weight(packed) if packed else getattr(module, attribute), 0
+        weight, begin = plain_weight(packed) if packed else getattr(module, attribute), 0
         for part in parts:
             whole = tensors.get(part.name, torch.empty(part.shape, device="meta"))
             shard = _shard(whole, part.split, config, tp)
             if part.name in tensors:
-                own[begin : begin + len(shard)].copy_(shard)
+                weight[begin : begin + len(shard)].copy_(shard)
             begin += len(shard)
         if packed:
-            packed.replace(own)
+            packed.replace(weight)
     model.join_again()
 
 
@@ -227,8 +227,8 @@ def save_model(
     state, tensors = model.state_dict(), {}
     for ours, parts in layout(model.config).items():
         rows = state[ours].split([part.shape[0] for part in parts])
-        for part, own in zip(parts, rows, strict=True):
-            tensors[part.name] = own.to(dtype).contiguous()
+        for part, weight in zip(parts, rows, strict=True):
+            tensors[part.name] = weight.to(dtype).contiguous()
     if model.token_ids is not None:
         tensors[D2T] = _vocabulary(model)[D2T].cpu()
     Path(folder).mkdir(parents=True, exist_ok=True)

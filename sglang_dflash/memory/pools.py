@@ -143,8 +143,8 @@ def state_pool(slots: int, requests: int, state: int, replay: int, snapshot: int
         replay, snapshot: bytes that verification keeps of a request; one of them is 0.
     """
     running = running_requests(requests, slots)
-    kept = (requests + 1) * replay + (running + 1) * snapshot
-    return StatePool(slots, running, (slots + 1) * state, kept)
+    scratch = (requests + 1) * replay + (running + 1) * snapshot
+    return StatePool(slots, running, (slots + 1) * state, scratch)
 
 
 def at_a_time(tokens: int, running: int, context: int, reserved: int) -> int:

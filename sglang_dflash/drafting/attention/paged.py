@@ -95,8 +95,8 @@ def pages(entries: Tensor, block: int, scratch: int, holes: bool) -> Pages:
         order = (~live).to(torch.uint8).argsort(dim=1, stable=True)
         entries = entries.gather(1, order)
     steps = torch.arange(block, device=device)
-    own = scratch + block * torch.arange(requests, device=device)[:, None] + steps
-    table = torch.cat((entries, own.int()), dim=1)
-    table.scatter_(1, counts + steps, own.int())
+    of_block = scratch + block * torch.arange(requests, device=device)[:, None] + steps
+    table = torch.cat((entries, of_block.int()), dim=1)
+    table.scatter_(1, counts + steps, of_block.int())
     queries = block * torch.arange(requests + 1, dtype=torch.int32, device=device)
     return Pages(table.clamp_(min=0), (counts[:, 0] + block).int(), queries)

@@ -53,12 +53,12 @@ class TorchAttention:
         out = torch.empty_like(q)
         for first, count in pieces(requests, at_once):
             chunk = slice(first, first + count)
-            own = q[chunk], k[chunk], v[chunk]
+            qkv = q[chunk], k[chunk], v[chunk]
             if at_once:
                 part = self._requests(first, count)
-                out[chunk] = part.attend(layer, self._layers[layer], *own)
+                out[chunk] = part.attend(layer, self._layers[layer], *qkv)
             else:
-                out[chunk] = self._one_request(layer, first, *own, self._chunk_bytes // each)
+                out[chunk] = self._one_request(layer, first, *qkv, self._chunk_bytes // each)
         return out
 
     def _requests(self, first: int, count: int) -> _Whole:
@@ -79,9 +79,9 @@ class TorchAttention:
         for first, count in pieces(entries.shape[1], width):
             part = entries[0, first : first + count]
             positions = context_positions(seq_lens, count, attention.reach, first)
-            seen = visibility(attention, positions, seq_lens, part[None] >= 0, self._block)
+            visible = visibility(attention, positions, seq_lens, part[None] >= 0, self._block)
             old = self._kv[layer:].index_select(0, _rows(part, self._depth, len(self._kv)))
-            softmax.add(old[:, 0], old[:, 1], seen[0, :, :count])
+            softmax.add(old[:, 0], old[:, 1], visible[0, :, :count])
         return softmax.result().to(q.dtype)[None]
 
 
@@ -138,9 +138,9 @@ class RunningSoftmax:
         self._max = self._q.new_full((*self._q.shape[:2], 1), float("-inf"))
         self._sum, self._out = torch.zeros_like(self._max), torch.zeros_like(self._q)
 
-    def add(self, k: Tensor, v: Tensor, seen: Tensor) -> None:
-        """Keys and values `[c, G, D]`; `seen`: bool `[1 or B, c]`."""
-        rows = seen.repeat(self._groups, 1) if len(seen) > 1 else seen
+    def add(self, k: Tensor, v: Tensor, visible: Tensor) -> None:
+        """Keys and values `[c, G, D]`; `visible`: bool `[1 or B, c]`."""
+        rows = visible.repeat(self._groups, 1) if len(visible) > 1 else visible
         scores = self._q @ k.float().permute(1, 2, 0)
         scores.masked_fill_(~rows, float("-inf"))
         largest = torch.maximum(self._max, scores.amax(-1, keepdim=True))

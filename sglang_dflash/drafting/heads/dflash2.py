@@ -33,19 +33,19 @@ class DFlash2Module(HeadModule):
 
     def __init__(self, config: DraftConfig, tp: TensorParallel, ops: TorchOps) -> None:
         super().__init__(config, tp, ops)
-        own, width = cast(DFlash2Config, config.head), config.hidden_size
+        head, width = cast(DFlash2Config, config.head), config.hidden_size
         self.layers, self.candidate_selector = nn.ModuleList(), None
-        if own.convolution is not None:
+        if head.convolution is not None:
             for _ in range(config.num_hidden_layers):
-                self.layers.append(LayerConvolutions(width, own.convolution, ops))
-        if own.selector is not None:
-            self.candidate_selector = CandidateSelector(width, config.vocab_size, own.selector)
+                self.layers.append(LayerConvolutions(width, head.convolution, ops))
+        if head.selector is not None:
+            self.candidate_selector = CandidateSelector(width, config.vocab_size, head.selector)
 
     def around(self, layer: int) -> tuple[Around, Around]:
         if not self.layers:
             return super().around(layer)
-        own = cast(LayerConvolutions, self.layers[layer])
-        return own.attention_conv, own.mlp_conv
+        convolutions = cast(LayerConvolutions, self.layers[layer])
+        return convolutions.attention_conv, convolutions.mlp_conv
 
     def over(self, target: TargetHead) -> DraftHead:
         if self.candidate_selector is None:
@@ -53,14 +53,14 @@ class DFlash2Module(HeadModule):
         return SelectorHead(self.candidate_selector, target, self.tp, self.scale, self.ops)
 
     def check_cases(self, draw: RandomInputs, requests: int, block: int) -> Cases:
-        config, own, cases = self.config, cast(DFlash2Config, self.config.head), Cases()
-        if own.convolution is not None:
-            taps, width = own.convolution.kernel_size, config.hidden_size
+        config, head, cases = self.config, cast(DFlash2Config, self.config.head), Cases()
+        if head.convolution is not None:
+            taps, width = head.convolution.kernel_size, config.hidden_size
             x, bias = draw.floats(requests, block, width), draw.floats(width)
             base = draw.floats(taps, width)
-            dynamic = draw.floats(requests, block, taps, width // own.convolution.group_size)
+            dynamic = draw.floats(requests, block, taps, width // head.convolution.group_size)
             cases["convolve"] = lambda ops: (ops.convolve(x, base, dynamic, bias),)
-        weights, selector = self.candidate_selector, own.selector
+        weights, selector = self.candidate_selector, head.selector
         if weights is not None and selector is not None:
             vocabulary = (config.draft_vocab_size or config.vocab_size) // self.tp.size
             logits = draw.floats(requests, max(vocabulary, selector.top_k))
@@ -211,10 +211,10 @@ class SelectorHead:
         logits = self.target.logits(drafts.flatten(0, 1))
         values, candidates = self._candidates(logits)
         columns = self.target.columns(ids.flatten()) - self.target.first_id
-        own = taken_of_shards(logits, columns, self.tp)
+        taken = taken_of_shards(logits, columns, self.tp)
         # What was taken, then the candidates.
         tokens = torch.cat((ids[..., None], candidates.view(*ids.shape, -1)), -1)
-        unary = self.scale(torch.cat((own[:, None], values.float()), -1)).view(tokens.shape)
+        unary = self.scale(torch.cat((taken[:, None], values.float()), -1)).view(tokens.shape)
         before = torch.cat((bonus[:, None], ids[:, :-1]), 1)
         tables = selector.predecessor_codebook, selector.successor_codebook
         scores = candidate_scores(
@@ -236,6 +236,6 @@ def _likeness(walk: Sequence[Tensor], tokens: Tensor, noise: BlockNoise) -> Tens
         before = torch.cat((bonus[:, None], taken[:, :-1]), 1).clamp(0, len(tables[0]) - 1)
         scores = candidate_scores(logits, ids, hidden, before, *tables)
         scores = scores if rule == LIKELIEST else noise.scores(scores, ids)
-        own = scores.where(ids == taken[..., None], -torch.inf).amax(-1)
-        likeness.append(1 - (scores.amax(-1) - own) / scores.abs().amax())
+        taken_scores = scores.where(ids == taken[..., None], -torch.inf).amax(-1)
+        likeness.append(1 - (scores.amax(-1) - taken_scores) / scores.abs().amax())
     return torch.stack(likeness)

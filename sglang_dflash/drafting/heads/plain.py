@@ -108,7 +108,7 @@ class ArgmaxHead:
             by_request = logits.unflatten(0, (len(ids), -1))
             logits = noise.scores(by_request, tokens, scale=self.scale).flatten(0, 1)
         columns = self.target.columns(ids.flatten()) - first_id
-        own = taken_of_shards(logits, columns, self.tp)
+        taken = taken_of_shards(logits, columns, self.tp)
         parts = torch.stack((logits.amax(1), logits.abs().amax(1)))
         best, scale = self.tp.all_gather(parts).amax(0)
-        return (best - own).view(ids.shape), scale.amax()
+        return (best - taken).view(ids.shape), scale.amax()

@@ -118,12 +118,12 @@ def chunked(
     between = (total - total.transpose(-1, -2)).masked_fill(~lower, float("-inf")).exp()
     beta = beta[..., None]
     # A token's write depends on the earlier writes of the chunk. One solve gives all of them as
-    # `own - carried S^T`, with S the state at the chunk's start. The solver takes the diagonal
-    # as ones.
+    # `from_values - from_keys S^T`, with S the state at the chunk's start. The solver takes the
+    # diagonal as ones.
     system = beta * (k @ k.transpose(-1, -2)) * between
     writes = torch.cat([beta * v, beta * total.exp() * k], -1)
     solved = torch.linalg.solve_triangular(system, writes, upper=False, unitriangular=True)
-    own, carried = solved.split([v.shape[-1], k.shape[-1]], -1)
+    from_values, from_keys = solved.split([v.shape[-1], k.shape[-1]], -1)
     inside = (q @ k.transpose(-1, -2)) * between
     q = q * total.exp()
     end = total[:, :, -1:]
@@ -132,7 +132,7 @@ def chunked(
     for c in range(v.shape[1]):
         starts.append(now)
         read = now.transpose(-1, -2)
-        write = own[:, c] - carried[:, c] @ read
+        write = from_values[:, c] - from_keys[:, c] @ read
         out.append(q[:, c] @ read + inside[:, c] @ write)
         now = now * end[:, c] + write.transpose(-1, -2) @ k[:, c]
     return torch.cat(out, 1)[:, :tokens].transpose(0, 1), now, torch.stack(starts)

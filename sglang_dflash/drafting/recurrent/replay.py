@@ -2,8 +2,8 @@
 
 Verification leaves the states unchanged and keeps its inputs (`VerifyInputs`). `block_outputs`
 computes the outputs of a block without the states between its tokens; `fold_` and `move_windows_`
-then apply the accepted tokens. Letters in shapes as in `gated_delta`, and: L layers, R kept blocks,
-B block positions, S slots of the state pool.
+then apply the accepted tokens. Letters in shapes as in `gated_delta`, and: L layers, R verified
+blocks, B block positions, S slots of the state pool.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class RecurrentLayers:
     def copy_(self, other: RecurrentLayers) -> None:
         """Take over the weights of the same layers, in place."""
         for name in ("conv_weight", "conv_bias", "a_log", "dt_bias"):
-            own = getattr(self, name)
-            if own is not None:
-                own.copy_(getattr(other, name))
+            weight = getattr(self, name)
+            if weight is not None:
+                weight.copy_(getattr(other, name))
 
 
 class VerifyInputs(NamedTuple):
@@ -87,24 +87,24 @@ class Moves(NamedTuple):
 
     def parts(self) -> Iterator[Moves]:
         """Yield the moves to checkpoints, then to targets, of the rows that are not skipped."""
-        kept = self.target >= 0
+        has_target = self.target >= 0
         if self.checkpoints is not None and self.steps is not None:
-            due = kept & (self.checkpoints >= 0)
+            due = has_target & (self.checkpoints >= 0)
             every = (self.rows, self.source, self.checkpoints, self.steps)
             yield Moves(*(x[due] for x in every))
-        yield Moves(*(x[kept] for x in self[:4]))
+        yield Moves(*(x[has_target] for x in self[:4]))
 
 
-def fold_(layers: RecurrentLayers, states: Tensor, kept: VerifyInputs, moves: Moves) -> None:
+def fold_(layers: RecurrentLayers, states: Tensor, verified: VerifyInputs, moves: Moves) -> None:
     """Apply the accepted tokens to the states of all layers, in place.
 
     Args:
         states: `[L, S, HV, V, K]`, the state pool.
-        kept: the inputs of the blocks.
+        verified: the inputs of the blocks.
     """
     for part in moves.parts():
         if len(part.rows):
-            _fold_part_(layers, states, kept, part)
+            _fold_part_(layers, states, verified, part)
 
 
 def move_windows_(pool: Tensor, windows: Tensor, moves: Moves) -> None:
@@ -118,9 +118,11 @@ def move_windows_(pool: Tensor, windows: Tensor, moves: Moves) -> None:
         pool[:, part.target] = windows[:, part.rows, part.lengths - 1]
 
 
-def _fold_part_(layers: RecurrentLayers, states: Tensor, kept: VerifyInputs, part: Moves) -> None:
+def _fold_part_(
+    layers: RecurrentLayers, states: Tensor, verified: VerifyInputs, part: Moves
+) -> None:
     rows, source, target, lengths = part[:4]
-    window, inputs, a, b = (x[:, rows] for x in kept)
+    window, inputs, a, b = (x[:, rows] for x in verified)
     block, keys = inputs.shape[2], layers.key_heads * layers.key_dim
     k, v = _keys_and_values(layers, window[:, :, keys:], inputs[..., keys:])
     g, beta = gates(layers.a_log[:, None, None], a, layers.dt_bias[:, None, None], b)
@@ -176,9 +178,10 @@ def _writes(
     tokens = k.shape[-2]
     lower = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril()
     between = (total - total.transpose(-1, -2)).masked_fill_(~lower, float("-inf")).exp_()
-    own = beta * (v - total.exp() * (k @ state.transpose(-1, -2)))
+    # What each would write if none came before it.
+    alone = beta * (v - total.exp() * (k @ state.transpose(-1, -2)))
     system = beta * (k @ k.transpose(-1, -2)) * between
-    return _solved(system, own), between
+    return _solved(system, alone), between
 
 
 def _keys_and_values(

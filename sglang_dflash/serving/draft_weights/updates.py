@@ -136,25 +136,25 @@ class DraftWeights:
         raises what it raises here once the others know."""
         raised = None
         try:
-            own = run()
+            result = run()
         except Exception as error:
-            raised, own = error, (False, f"{type(error).__name__}: {cut(str(error))}")
-        results = self.gathered(own)
+            raised, result = error, (False, f"{type(error).__name__}: {cut(str(error))}")
+        results = self.gathered(result)
         if raised is not None:
             raise raised
-        return next((result for result in results if not result[0]), own)
+        return next((other for other in results if not other[0]), result)
 
     def _have_the_same(self, tensors: dict[str, Tensor]) -> bool:
         """Return whether every rank has tensors of these names."""
         names = sorted(tensors)
         return all(others == names for others in self.gathered(names))
 
-    def gathered(self, own: T) -> list[T]:
+    def gathered(self, value: T) -> list[T]:
         """A value of every rank. Each has to call it."""
         if self._model.tp.size == 1:
-            return [own]
-        values = [own] * self._model.tp.size
-        torch.distributed.all_gather_object(values, own, group=self._ranks)
+            return [value]
+        values = [value] * self._model.tp.size
+        torch.distributed.all_gather_object(values, value, group=self._ranks)
         return values
 
     def checked(self, named: Named) -> dict[str, Tensor]:

@@ -64,11 +64,11 @@ class Recording:
             # Of all layers at once: a layer overwrites its own window, and none does so before the
             # first. Copies, because a captured graph reuses the memory of its tensors. Padding has
             # slots of -1, and copies any window.
-            known = slots[:count].long().clamp(min=0)
+            sources = slots[:count].long().clamp(min=0)
             # Without a temporary of hundreds of MB, for which no memory is reserved.
-            torch.index_select(conv, 1, known, out=self.windows[:, :count])
-        kept, given = self.gates[:, index, :count, :block], (a, b)
-        torch._foreach_copy_(list(kept), [gate.unflatten(0, (-1, block))[:count] for gate in given])
+            torch.index_select(conv, 1, sources, out=self.windows[:, :count])
+        buffers = list(self.gates[:, index, :count, :block])
+        torch._foreach_copy_(buffers, [gate.unflatten(0, (-1, block))[:count] for gate in (a, b)])
 
 
 class ReplayPool(MambaPool):

@@ -63,9 +63,9 @@ class Rollback:
         inputs.
         """
         cache = self._runner.req_to_token_pool.mamba_pool.mamba_cache
-        rings = [kept for name, kept in vars(cache).items() if name.startswith("replayssm_")]
-        kept = [cache.intermediate_ssm, *cache.intermediate_conv_window, *rings]
-        memory = [t.untyped_storage() for t in kept if t is not None]
+        rings = [tensor for name, tensor in vars(cache).items() if name.startswith("replayssm_")]
+        tensors = [cache.intermediate_ssm, *cache.intermediate_conv_window, *rings]
+        memory = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
         storages = {storage.data_ptr(): storage.nbytes() for storage in memory}
         return sum(storages.values())
 
@@ -138,8 +138,8 @@ class Replay(Rollback):
         cache, recording = pool.mamba_cache, pool.recording
         # [L, R, B, C, W - 1], the last inputs after every block position.
         windows = cache.intermediate_conv_window[0]
-        kept = VerifyInputs(recording.windows, windows[..., -1], *recording.gates)
-        self._ops.fold_(self.layers(), cache.temporal, kept, moves)
+        verified = VerifyInputs(recording.windows, windows[..., -1], *recording.gates)
+        self._ops.fold_(self.layers(), cache.temporal, verified, moves)
         self._ops.move_windows_(cache.conv[0], windows, moves)
 
     def warm_up(self) -> None:

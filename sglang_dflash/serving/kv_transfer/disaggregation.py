@@ -45,11 +45,11 @@ class DraftKVPages:
         """
         if states is None:
             return 0
-        kept = 0
+        left_bytes = 0
         for at, group in enumerate(self.groups, len(states) - len(self.groups)):
             states[at] = visible_pages([*states[at]], group.reach, page_size)
-            kept += len(states[at]) * page_size * group.cache.kv[0].nbytes
-        return kept
+            left_bytes += len(states[at]) * page_size * group.cache.kv[0].nbytes
+        return left_bytes
 
 
 def visible_pages(pages: list[int], reach: Reach, page_size: int) -> list[int]:

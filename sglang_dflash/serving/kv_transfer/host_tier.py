@@ -154,7 +154,7 @@ class HostTier:
                 entries, live = group.cache.find(piece)
                 live &= self._generations[piece] == generation
                 rows = _raw(group.cache.kv)[entries]
-                self._staging.send(rows, live, partial(_keep, host_kv, at))
+                self._staging.send(rows, live, partial(_store, host_kv, at))
                 yield len(piece)
 
     def _lose(self, host_slots: Tensor) -> Iterator[int]:
@@ -218,7 +218,7 @@ def _one_ahead(begun: Iterator[T]) -> Iterator[T]:
         yield current
 
 
-def _keep(host_kv: HostKV, at: Tensor, rows: Tensor, live: Tensor) -> None:
+def _store(host_kv: HostKV, at: Tensor, rows: Tensor, live: Tensor) -> None:
     host_kv.kv[at[live]] = rows[live]
     host_kv.live[at[live]] = True
 
@@ -252,12 +252,12 @@ def _used_here(slots: Tensor) -> None:
 
 
 def backs_up(
-    kept: Tensor | None, controller: Any, device_indices: Tensor, *_: Any, **__: Any
+    host_indices: Tensor | None, controller: Any, device_indices: Tensor, *_: Any, **__: Any
 ) -> None:
     """After `HybridCacheController.write`, which gives host slots to tokens."""
-    if kept is not None:
+    if host_indices is not None:
         size = controller.mem_pool_host.logical_size
-        _tell(controller, lambda tier: tier.plan_backup(device_indices, kept, size))
+        _tell(controller, lambda tier: tier.plan_backup(device_indices, host_indices, size))
 
 
 def loads(slots: Tensor | None, controller: Any, host_indices: Tensor, *_: Any, **__: Any) -> None:
@@ -266,10 +266,10 @@ def loads(slots: Tensor | None, controller: Any, host_indices: Tensor, *_: Any, 
         _tell(controller, lambda tier: tier.plan_load(host_indices, slots))
 
 
-def reads_storage(kept: Tensor | None, controller: Any, *_: Any, **__: Any) -> None:
+def reads_storage(host_indices: Tensor | None, controller: Any, *_: Any, **__: Any) -> None:
     """After `HybridCacheController.alloc_prefetch_host_buffers`, for tokens from storage."""
-    if kept is not None:
-        _tell(controller, lambda tier: tier.plan_loss(kept))
+    if host_indices is not None:
+        _tell(controller, lambda tier: tier.plan_loss(host_indices))
 
 
 def _tell(controller: Any, action: Callable[[HostTier], None]) -> None:

@@ -61,13 +61,13 @@ class Staging:
         """Rows of a piece, at most."""
         return max(1, RING // 4 // (row.nbytes + NUMBER))
 
-    def send(self, rows: Tensor, live: Tensor, keep: Callable[[Tensor, Tensor], object]) -> None:
-        """The thread calls `keep(rows, live)` when both are on the host; `live` is bool `[N]`."""
+    def send(self, rows: Tensor, live: Tensor, store: Callable[[Tensor, Tensor], object]) -> None:
+        """The thread calls `store(rows, live)` when both are on the host; `live` is bool `[N]`."""
         buffer = self._take(rows.shape, rows.dtype)
         live_rows = buffer.numbers.view(torch.bool)[: len(rows)]
         buffer.rows.copy_(rows, non_blocking=True)
         live_rows.copy_(live, non_blocking=True)
-        self._sent.append((self._recorded(), partial(keep, buffer.rows, live_rows), buffer))
+        self._sent.append((self._recorded(), partial(store, buffer.rows, live_rows), buffer))
 
     def enqueue(self, job: Job) -> None:
         """The thread does that after what was sent."""

@@ -95,8 +95,8 @@ def count_from_the_start(_result: None, orchestrator: Any, *_: Any, **__: Any) -
     if not orchestrator.is_required or not (mode.is_extend() or mode.is_prebuilt()):
         return
     # The first decode step behind a prompt of another server counts the newest token.
-    known = -1 if mode.is_prebuilt() else None
-    outputs = [request.output_ids[:known] for request in batch.reqs]
+    end = -1 if mode.is_prebuilt() else None
+    outputs = [request.output_ids[:end] for request in batch.reqs]
     if any(outputs):
         rows = [row for row, output in enumerate(outputs) for _ in output]
         tokens = [token for output in outputs for token in output]

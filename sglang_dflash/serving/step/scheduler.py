@@ -44,17 +44,17 @@ def without_rows_after_the_end(
     original(req=req, hidden_states=hidden_states, start=start, accept_len=accept_len)
 
 
-def without_last_token(kept: bool, sessions: Any, request: Any) -> bool:
+def without_last_token(is_cached: bool, sessions: Any, request: Any) -> bool:
     """After a turn of a streaming session: do not count its last token's KV as computed.
 
     That token may be the target's own after the accepted drafts, which no forward has read. The
     next turn then computes it.
     """
-    if kept and serves_dflash():
+    if is_cached and serves_dflash():
         kv = sessions.slots[request.session.session_id].kv
         computed = len(request.origin_input_ids) + max(len(request.output_ids) - 1, 0)
         kv.kv_committed_len = min(kv.kv_committed_len, computed)
-    return kept
+    return is_cached
 
 
 def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int = 1) -> None:
@@ -80,8 +80,8 @@ def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int =
             output.extend(tokens)
     if request.finished():
         # Of all of the step; an answer begins with them.
-        kept = len(request.output_ids_through_stop)
-        request.reasoning_tokens = min(request.reasoning_tokens, kept)
+        tokens_through_stop = len(request.output_ids_through_stop)
+        request.reasoning_tokens = min(request.reasoning_tokens, tokens_through_stop)
 
 
 def rate_of_proposed(original: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:

@@ -52,17 +52,17 @@ def sample_by_token_id(
             _drawn(probs[piece], _of(info, piece), positions[piece], simple)[0] for piece in pieces
         ]
         return torch.cat(parts), None
-    tokens, kept = _drawn(probs, info, positions, simple)
-    weights = kept[rows]
-    chosen = weights.gather(1, tokens[rows][:, None])[:, 0]
-    return tokens, MaskCapture(weights, None, chosen, rows)
+    tokens, weights = _drawn(probs, info, positions, simple)
+    shown = weights[rows]
+    chosen = shown.gather(1, tokens[rows][:, None])[:, 0]
+    return tokens, MaskCapture(shown, None, chosen, rows)
 
 
 def _drawn(probs: Tensor, info: Any, positions: Tensor, simple: bool) -> tuple[Tensor, Tensor]:
     """Tokens int32 `[N]`, and the weights `[N, V]` that they were drawn by."""
-    kept = probs if simple else kept_weights(probs, info)
-    tokens = multinomial_with_seed(torch.log(kept), info.sampling_seed, positions)
-    return tokens.view(-1).int(), kept
+    weights = probs if simple else kept_weights(probs, info)
+    tokens = multinomial_with_seed(torch.log(weights), info.sampling_seed, positions)
+    return tokens.view(-1).int(), weights
 
 
 def _of(info: Any, rows: slice) -> Any:
@@ -120,14 +120,14 @@ def _kept_by_kernels(probs: Tensor, info: Any) -> Tensor:
     """
     # The kernels read whole rows: a vocabulary that was padded leaves gaps between them.
     probs = probs.contiguous()
-    keep = torch.ones_like(probs, dtype=torch.bool)
+    is_kept = torch.ones_like(probs, dtype=torch.bool)
     if info.need_top_k_sampling:
-        keep &= sglangs.top_k_renorm_prob(probs, info.top_ks) > 0
+        is_kept &= sglangs.top_k_renorm_prob(probs, info.top_ks) > 0
     if info.need_top_p_sampling:
         # A sum that rounds to more than 1 must not leave a token out.
-        keep &= (sglangs.top_p_renorm_prob(probs, info.top_ps) > 0) | (info.top_ps >= 1)[:, None]
+        is_kept &= (sglangs.top_p_renorm_prob(probs, info.top_ps) > 0) | (info.top_ps >= 1)[:, None]
     likeliest, first = probs.max(-1, keepdim=True)
-    keep &= probs >= likeliest * info.min_ps[:, None]
+    is_kept &= probs >= likeliest * info.min_ps[:, None]
     is_first = torch.arange(probs.shape[-1], device=probs.device) == first
-    keep &= is_first | (info.top_ks > 1)[:, None]
-    return probs.masked_fill(~keep, 0)
+    is_kept &= is_first | (info.top_ks > 1)[:, None]
+    return probs.masked_fill(~is_kept, 0)

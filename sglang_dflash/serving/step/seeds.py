@@ -38,14 +38,14 @@ class Seeds:
             return
         rows = batch.req_pool_indices.long()
         if batch.forward_mode.is_extend():
-            self.keep(batch)
+            self.note(batch)
         with restored(batch, "sampling_info"):
             # SGLang merges and filters its own one.
             batch.sampling_info = copy(info)
             batch.sampling_info.sampling_seed = self._by_row[rows]
             yield
 
-    def keep(self, batch: ScheduleBatch) -> None:
+    def note(self, batch: ScheduleBatch) -> None:
         """Note the seeds of requests that are new here."""
         drawn = torch.tensor([self.of(request) for request in batch.reqs])
         rows = batch.req_pool_indices.long()

@@ -42,21 +42,21 @@ class StepClock:
         self._module: Any = None if is_host else torch.get_device_module(device)
         # The step that runs, once it is known what it is; and those whose end has not passed.
         self._began: Any = None
-        self._runs: tuple[int, int, int] | None = None
-        self._open: deque[tuple[Any, Any, tuple[int, int, int]]] = deque()
+        self._running: tuple[int, int, int] | None = None
+        self._unfinished: deque[tuple[Any, Any, tuple[int, int, int]]] = deque()
 
     def begins(self) -> list[tuple[float, int, int, int]]:
         """A decode step begins. Returns the steps whose durations have become known: seconds, the
         number of requests, the longest context in tokens, and the width."""
         now = self._now()
-        if self._runs is not None:
-            self._open.append((self._began, now, self._runs))
-        self._began, self._runs = now, None
-        known = []
-        while self._open and self._open[0][1].query():
-            began, ended, step = self._open.popleft()
-            known.append((began.elapsed_time(ended) / 1e3, *step))
-        return known
+        if self._running is not None:
+            self._unfinished.append((self._began, now, self._running))
+        self._began, self._running = now, None
+        finished = []
+        while self._unfinished and self._unfinished[0][1].query():
+            began, ended, step = self._unfinished.popleft()
+            finished.append((began.elapsed_time(ended) / 1e3, *step))
+        return finished
 
     def _now(self) -> Any:
         if self._module is None:
@@ -67,7 +67,7 @@ class StepClock:
 
     def is_of(self, requests: int, context: int, width: int) -> None:
         """Record the batch size, context length and width of the step that has begun."""
-        self._runs = requests, context, width
+        self._running = requests, context, width
 
     def begins_now(self) -> None:
         """Restart the clock of the step: time since `begins` belongs to no step."""
@@ -75,7 +75,7 @@ class StepClock:
 
     def interrupted(self) -> None:
         """Something else than a decode step runs: the last step's end is not known."""
-        self._runs = None
+        self._running = None
 
 
 class StepWidths:

@@ -273,7 +273,7 @@ class DFlashWorker:
         arrived = batch.spec_info
         # Before them there may have been none.
         self.figures.times.interrupted()
-        self.seeds.keep(batch)
+        self.seeds.note(batch)
         self.target_tokens.penalties.commit(batch, arrived.bonus_tokens[:, None])
         if self.lookup is not None:
             write_texts_taken_over(batch, self.lookup)

@@ -84,7 +84,7 @@ def test_what_passes_while_something_else_runs_or_nothing_is_no_steps(
     def take_over() -> None:
         batch = decode_of(LENGTHS)
         batch.spec_info.future_indices = None
-        worker.seeds.keep = lambda _: None
+        worker.seeds.note = lambda _: None
         worker.take_over(batch)
 
     def idle() -> None:
