@@ -38,7 +38,7 @@ KINDS = (
 VAGUE_IN_CORE = {"keep", "kept", "known", "own", "seen", "written"}
 CORE = (
     "drafting", "memory", "serving/draft_weights", "serving/hybrid", "serving/kv_transfer",
-    "serving/step",
+    "serving/metrics", "serving/step",
 )  # fmt: skip
 
 

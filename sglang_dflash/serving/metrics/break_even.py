@@ -60,9 +60,9 @@ def told(points: list[BreakEven]) -> str:
     """Break-even points in words, of the shortest contexts that were measured."""
     by_requests = dict[int, list[BreakEven]]()
     for point in sorted(points):
-        known = by_requests.setdefault(point.requests, [])
-        if not known or known[0].context == point.context:
-            known.append(point)
+        shortest = by_requests.setdefault(point.requests, [])
+        if not shortest or shortest[0].context == point.context:
+            shortest.append(point)
     return "; ".join(
         f"{_requests(number)} {_widths(group)}" for number, group in by_requests.items()
     )

@@ -98,27 +98,29 @@ class DraftWatch:
             verdict: in words, that drafts do not pay; asked every `JUDGED_STEPS` until they do not.
         """
         self.alarm = AcceptanceAlarm()
-        self._seen = self._window_start = DraftCounts()
+        self._last_counts = self._window_start = DraftCounts()
         self._counters, self._speaks, self._entries = counters, speaks, draft_kv_entries
         self._steps = 0
         self._warned_of_context = False
         self._verdict, self._unjudged = verdict, 0
-        self._known = "".join(f"; first of all, {warning.problem}" for warning in warnings)
+        self._likely_causes = "".join(f"; first of all, {warning.problem}" for warning in warnings)
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         """Take in what live requests got from one decode step."""
         drafted = [step.tokens for step in steps if step.drafts]
         warning = self.alarm.add(VerifySteps(len(drafted), sum(drafted)))
         if warning is not None:
-            self._warn(f"{warning}{self._known}. `sglang-dflash doctor URL` examines the server.")
+            self._warn(
+                f"{warning}{self._likely_causes}. `sglang-dflash doctor URL` examines the server."
+            )
         counts = self._counters.read()
-        if counts.nonfinite and not self._seen.nonfinite:
+        if counts.nonfinite and not self._last_counts.nonfinite:
             self._warn(
                 "the draft's output is NaN or Inf. Such drafts are replaced and never accepted; "
                 "outputs stay the target's. Likely causes: values that overflow "
                 "(serve in bfloat16 or float32 if this is float16), or a broken draft checkpoint"
             )
-        self._seen = counts
+        self._last_counts = counts
         self._steps += len(drafted)
         if self._steps >= JUDGED_STEPS:
             self._judge_context(counts - self._window_start)

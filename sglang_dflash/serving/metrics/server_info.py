@@ -171,10 +171,10 @@ class ServerInfo:
         chosen = "adaptive" in self.values("width") and plain
         if not chosen or undrafted < max(ENOUGH_STEPS, _PLAIN * steps):
             return None
-        kept = "" if length is None else f"; those with drafts kept {length:.2f} tokens each"
+        with_drafts = "" if length is None else f"; those with drafts kept {length:.2f} tokens each"
         return (
             "drafts do not pay on this traffic, so it decodes plainly: "
-            f"{undrafted:,} of {steps:,} steps had none{kept}"
+            f"{undrafted:,} of {steps:,} steps had none{with_drafts}"
         )
 
     @property
