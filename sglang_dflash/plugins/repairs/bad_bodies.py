@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import HTTPException
+from sglang.srt.arg_groups.overrides import resolving_view
 
 from sglang_dflash.common.log import Log
 
@@ -71,7 +72,7 @@ def refuse_without_recorder(manager: Any) -> None:
     Raises:
         HTTPException: status 400, if the server has no recorder.
     """
-    if manager.server_args.expert_distribution_recorder_mode is None:
+    if resolving_view(manager.server_args).expert_distribution_recorder_mode is None:
         raise HTTPException(400, "start the server with --expert-distribution-recorder-mode")
 
 
@@ -81,7 +82,7 @@ def refuse_without_memory_saver(manager: Any, *_: Any, **__: Any) -> None:
     Raises:
         HTTPException: status 400, if the server has no memory saver.
     """
-    if not manager.server_args.enable_memory_saver:
+    if not resolving_view(manager.server_args).enable_memory_saver:
         raise HTTPException(400, "start the server with --enable-memory-saver")
 
 

@@ -10,8 +10,9 @@ from sglang_dflash.patches.restored import restored
 
 async def is_for_draft(manager: Any, folder: str) -> bool:
     """Return whether the folder holds a draft and our worker serves, which checks and loads it."""
-    if not is_draft(folder) or manager.server_args.speculative_draft_model_path is None:
+    if not is_draft(folder):
         return False
+    # They tell it of a draft that was not given, too: the published one.
     return all("dflash" in state for state in await manager.get_internal_state())
 
 

@@ -47,8 +47,11 @@ def test_keys_of_the_command_line_are_hidden() -> None:
     assert not any(f"k{i}" in shown for i in range(1, 8)) and shown.endswith("--model-path m")
 
 
-def manager(mode: Any) -> Any:
-    return SimpleNamespace(server_args=SimpleNamespace(expert_distribution_recorder_mode=mode))
+def manager(mode: Any, resolved: Any = None) -> Any:
+    given = SimpleNamespace(expert_distribution_recorder_mode=mode)
+    if resolved is not None:
+        given._resolved_overrides = [("eplb", {"expert_distribution_recorder_mode": resolved})]
+    return SimpleNamespace(server_args=given)
 
 
 def test_the_recorder_raises_without_the_rows() -> None:
@@ -58,6 +61,8 @@ def test_the_recorder_raises_without_the_rows() -> None:
         bad_bodies.refuse_without_recorder(manager(None))
     assert refused.value.status_code == 400
     bad_bodies.refuse_without_recorder(manager("stat"))
+    # --enable-eplb has one, too.
+    bad_bodies.refuse_without_recorder(manager(None, resolved="stat"))
 
 
 def test_memory_that_was_not_released_without_the_rows() -> None:

@@ -85,11 +85,12 @@ def test_an_update_that_fails_leaves_the_name() -> None:
     [
         (Manager(OURS, OURS), PAIR.draft, True),
         (Manager(OURS, OURS), PAIR.target, False),
-        (Manager(OURS, draft=None), PAIR.draft, False),
+        (Manager(OURS, draft=None), PAIR.draft, True),
+        (Manager({}, draft=None), PAIR.draft, False),
         (Manager({"dflash_builtin_reason": "a flag"}), PAIR.draft, False),
         (Manager(OURS, {}), PAIR.draft, False),
     ],
-    ids=["ours", "target", "plain", "builtin", "one of two"],
+    ids=["ours", "target", "not given", "plain", "builtin", "one of two"],
 )
 def test_a_drafts_folder_is_for_the_worker_that_takes_it(
     manager: Manager, folder: Any, expected: bool
