@@ -19,7 +19,7 @@ PATCHES = rows(
      "plugins were loaded, without a command line.",
      "tests/serving/test_patches.py::test_engine_rejects_our_arguments_without_the_row"),
     (Kind.BEFORE, "arg_groups.speculative_hook.handle_speculative_decoding",
-     "start.choose_worker:check_pair",
+     "start.check_pair:check_pair",
      "A draft that does not fit fails inside a child process, minutes later.",
      "tests/serving/start/test_broken_drafts.py"
      "::test_all_refuse_a_broken_draft_with_the_same_line"),

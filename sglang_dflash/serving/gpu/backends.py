@@ -47,26 +47,29 @@ def asked_attention(server_args: Any) -> str | None:
     return "torch" if given == "torch_native" else given
 
 
-def kv_dtype(
-    target: str, draft: str | None, attention: str | None, model_dtype: torch.dtype
-) -> torch.dtype:
-    """The dtype of draft K/V by SGLang's flags: --speculative-draft-kv-cache-dtype (`draft`), else
-    --kv-cache-dtype (`target`).
+def draft_kv_dtype(server_args: Any, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of draft K/V by SGLang's flags: --speculative-draft-kv-cache-dtype, else
+    --kv-cache-dtype. A draft that is asked to attend with fa4 has the models' dtype.
+
+    The draft attention backend that SGLang resolves does not count: it is that of its own worker,
+    which takes the target's.
 
     Args:
-        attention: the draft attention backend; SGLang gives a draft on fa4 the models' dtype.
+        server_args: SGLang's, in the launching process or a scheduler's.
         model_dtype: of the models.
     """
+    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 
+    settings = resolving_view(server_args)
     _, dtype = configure_kv_cache_dtype(
-        server_args_kv_cache_dtype=target,
-        speculative_draft_kv_cache_dtype=draft,
+        server_args_kv_cache_dtype=settings.kv_cache_dtype,
+        speculative_draft_kv_cache_dtype=settings.speculative_draft_kv_cache_dtype,
         model=None,
         model_dtype=model_dtype,
         is_draft_worker=True,
         is_dflash=True,
-        speculative_draft_attention_backend=attention or "",
+        speculative_draft_attention_backend=asked_attention(server_args) or "",
     )
     return dtype
 

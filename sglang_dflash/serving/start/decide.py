@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
 from sglang.srt.lora.layers import unwrap_lora_layer
-from sglang.srt.runtime_context import attention_backends, get_model, get_parallel, get_spec
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from sglang_dflash.common.log import Log
@@ -23,8 +23,8 @@ from sglang_dflash.serving.gpu.backends import (
     ATTENTION,
     asked_attention,
     check_model_dtype,
+    draft_kv_dtype,
     draft_ops,
-    kv_dtype,
 )
 from sglang_dflash.serving.gpu.graphs import cuda_recorder
 from sglang_dflash.serving.hybrid.rollback import make_rollback
@@ -44,7 +44,7 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
     Raises:
         ConfigError: a setting does not fit the draft or the target.
     """
-    given, settings = flags.ServerFlags.of(server_args), resolving_view(server_args)
+    ours, settings = flags.ServerFlags.of(server_args), resolving_view(server_args)
     runner = target_worker.model_runner
     device, tp = torch.device(runner.device), tensor_parallel()
     check_model_dtype(runner.dtype, device)
@@ -59,20 +59,20 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
         flags.options(server_args, settings).resolve(model.config),
         context=runner.model_config.context_len,
     )
-    extension = load_extension(given.extension, target_worker)
+    extension = load_extension(ours.extension, target_worker)
     if extension.width_policy is None:
         policy = flags.width_policy(server_args, settings, options)
     else:
         policy = extension.width_policy(options.verify_block)
-    dtype = draft_kv_dtype(runner.dtype)
-    attention = _attention(asked_attention(server_args), model, device, dtype)
+    dtype = draft_kv_dtype(server_args, runner.dtype)
+    attention = _attention(server_args, model, device, dtype)
     backend, role = ATTENTION[attention], settings.disaggregation_mode
     recorder: Callable[[], Recorder] | None = extension.recorder
-    if recorder is None and given.draft_graphs == "auto":
+    if recorder is None and ours.draft_graphs == "auto":
         recorder = cuda_recorder(device, backend.capabilities.capturable)
     return Plan(
         model, options, policy, backend, tp, device, dtype,
-        running=server_args.max_running_requests or 48,
+        running=settings.max_running_requests,
         arriving=(settings.disaggregation_decode_extra_slots or 0) if role == "decode" else 0,
         disaggregated=role in ("prefill", "decode"),
         hierarchical=settings.enable_hierarchical_cache,
@@ -82,16 +82,17 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
         rollback=(
             None if role == "prefill" else make_rollback(options.recurrent_rollback, runner)
         ),
-        is_checked=given.self_check == "on",
+        is_checked=ours.self_check == "on",
         extension=extension,
         load_seconds=load_seconds,
     )  # fmt: skip
 
 
-def _attention(asked: str | None, model: DraftModel, device: torch.device, kv: torch.dtype) -> str:
+def _attention(server_args: Any, model: DraftModel, device: torch.device, kv: torch.dtype) -> str:
     """The name of the draft attention backend. Raises ConfigError."""
+    asked = asked_attention(server_args)
     chosen = choose_attention(asked, model.config, device, ATTENTION, kv)
-    if asked is None and "flashinfer" in attention_backends():
+    if asked is None and "flashinfer" in attention_backends_of(resolving_view(server_args)):
         logger.info(
             "the target attends by FlashInfer, the draft by %s: FlashInfer plans each "
             "step on the host, which has no part in a recorded draft step",
@@ -116,15 +117,4 @@ def tensor_parallel() -> TensorParallel:
 
     return TensorParallel(
         group.rank_in_group, group.world_size, group.all_reduce, all_gather, from_first
-    )
-
-
-def draft_kv_dtype(model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of draft K/V in a scheduler process (`gpu.backends.kv_dtype`)."""
-    spec = get_spec()
-    return kv_dtype(
-        get_model().kv_cache_dtype,
-        spec.speculative_draft_kv_cache_dtype,
-        spec.speculative_draft_attention_backend,
-        model_dtype,
     )

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from sglang_dflash.checkpoint.draft_keys import auto_maps, check_code, flat
 from sglang_dflash.checkpoint.fields import read_json_object
-from sglang_dflash.checkpoint.hub import cached_config, checkpoint
+from sglang_dflash.checkpoint.hub import cached_config, checkpoint, draft_folder
 from sglang_dflash.common.errors import ConfigError, cut, shown
 
 # The `checkpoint` of this server's draft. An environment variable, as the scheduler's processes
@@ -32,6 +32,22 @@ def distrust(draft: str | None) -> None:
         os.environ.pop(DRAFT, None)
     else:
         os.environ[DRAFT] = checkpoint(draft)
+
+
+def dummy_weights(settings: Any) -> bool:
+    """Return whether --load-format, or that of the draft, asks for random weights: no file is
+    read."""
+    return (settings.speculative_draft_load_format or settings.load_format) == "dummy"
+
+
+def local_folder(settings: Any, weights: bool = True) -> str:
+    """The local folder of the draft checkpoint. Raises ConfigError."""
+    return draft_folder(
+        settings.speculative_draft_model_path,
+        revision=settings.speculative_draft_model_revision,
+        weights=weights and not dummy_weights(settings),
+        download_dir=settings.download_dir,
+    )
 
 
 def get_config(original: Any, model: Any, *args: Any, **named: Any) -> Any:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+# Asks for SGLang's own worker.
+BUILTIN_FLAG = "--speculative-dflash-worker builtin"
 # SGLang 0.5.23's names of draft attention backends that have no counterpart here.
 _THEIR_ATTENTION = ("flashinfer", "ascend", "trtllm_mha", "intel_xpu")
 
@@ -54,12 +56,12 @@ def _is_disaggregated(settings: Any) -> bool:
     return settings.disaggregation_mode not in (None, "null")
 
 
-def _has_4bit_draft_kv(settings: Any, _: str | None) -> bool:
-    """SGLang gives a draft on FA4 the model's dtype."""
+def _has_4bit_draft_kv(settings: Any, attention: str | None) -> bool:
+    """A draft on FA4 has the model's dtype (`gpu.backends.draft_kv_dtype`)."""
     return (
         settings.kv_cache_dtype in ("nvfp4", "fp4_mx_block16")
         and settings.speculative_draft_kv_cache_dtype is None
-        and settings.speculative_draft_attention_backend != "fa4"
+        and attention != "fa4"
     )
 
 
@@ -80,7 +82,7 @@ UNSERVED = (
     Unserved(
         "--device {device}", lambda s, _: s.device not in (None, "cpu", "cuda"),
         "our drafter has not been tried there",
-        "a CPU, or a CUDA or ROCm GPU",
+        "a CPU or a CUDA GPU (ROCm is served like one, and untested)",
         in_docs="`--device` of another kind (NPU, XPU)",
     ),
     Unserved(

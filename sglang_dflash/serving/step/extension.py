@@ -3,7 +3,7 @@ step.
 
     --speculative-dflash-extension PACKAGE.MODULE:FUNCTION
 
-FUNCTION(target_worker) is called in every scheduler process when the worker is built, and returns
+FUNCTION(target_worker) is called in every scheduler process when the worker is planned, and returns
 an `Extension`.
 """
 

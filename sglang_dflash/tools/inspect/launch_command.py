@@ -18,7 +18,7 @@ from sglang_dflash.serving.start.refused import (
     why_not_adaptive,
 )
 from sglang_dflash.serving.start.server_flags import COMMAND, rows, settings_of
-from sglang_dflash.serving.start.unserved import CommandLineSettings, builtin_reason
+from sglang_dflash.serving.start.unserved import BUILTIN_FLAG, CommandLineSettings, builtin_reason
 from sglang_dflash.tools.inspect.serving import Serving
 
 # A setting of a server -> the flag of `sglang-dflash inspect`.
@@ -60,6 +60,10 @@ NOT_RECKONED = (
     "enable_hierarchical_cache", "disable_cuda_graph", "cuda_graph_bs_decode",
     "cuda_graph_max_bs_decode", "speculative_dflash_draft_graphs", "prefill_attention_backend",
     "decode_attention_backend",
+)  # fmt: skip
+# Flags of our worker that the arithmetic reads.
+_OURS = (
+    "speculative_dflash_draft_kv_tokens", "speculative_dflash_width", "speculative_dflash_lookup",
 )  # fmt: skip
 # With them a command cannot be judged.
 _NOT_JUDGED = {
@@ -131,6 +135,9 @@ def read(command: Sequence[str]) -> Launch:
     _check_algorithm(settings.get("speculative_algorithm"))
     if "speculative_draft_model_path" not in settings:
         settings["speculative_draft_model_path"] = published_draft(settings["model_path"])
+    builtin = _builtin(settings)
+    if builtin is not None:  # They have no effect.
+        settings = {name: value for name, value in settings.items() if name not in _OURS}
     _check(CommandLineSettings(settings))
     words = [settings[name] for name in _PAIR]
     left_out = []
@@ -141,7 +148,7 @@ def read(command: Sequence[str]) -> Launch:
             words += [FLAGS[name], str(_VALUES.get(value, value))]
     if settings.get("speculative_dflash_lookup") == "on":
         words.append("--lookup")
-    return Launch(words, _builtin(settings), left_out)
+    return Launch(words, builtin, left_out)
 
 
 def _check_algorithm(name: str | None) -> None:
@@ -193,6 +200,6 @@ def server_flags(settings: Mapping[str, Any]) -> list[str]:
 def _builtin(settings: Mapping[str, Any]) -> str | None:
     """The setting with which SGLang's own worker serves; None without one."""
     if settings.get("speculative_dflash_worker") == "builtin":
-        return "--speculative-dflash-worker builtin"
+        return BUILTIN_FLAG
     attention = settings.get("speculative_draft_attention_backend")
     return builtin_reason(CommandLineSettings(settings), attention)

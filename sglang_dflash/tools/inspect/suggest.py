@@ -17,6 +17,7 @@ from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.memory.pools import STATES_PER_REQUEST
 from sglang_dflash.serving.metrics.server_info import BUILTIN, OURS
+from sglang_dflash.serving.start.unserved import BUILTIN_FLAG
 from sglang_dflash.tools.inspect.launch_command import server_flags
 from sglang_dflash.tools.inspect.memory import is_quantized, memory_of
 from sglang_dflash.tools.inspect.report import decide_pair
@@ -24,7 +25,6 @@ from sglang_dflash.tools.inspect.serving import Serving
 
 # More requests than any server runs.
 _MOST = 4096
-_BUILTIN_FLAG = "--speculative-dflash-worker builtin"
 # GPUs that are tried beside the ones asked for, as multiples.
 _MORE_GPUS = (2, 4, 8)
 # Set-ups that are shown, at most.
@@ -77,7 +77,7 @@ def suggest(pair: Pair, sessions: int | None = None) -> dict[str, Any]:
     served = most(pair, AS_ASKED)
     counts: dict[str, Any] = {
         "as served": served,
-        "SGLang's worker": most(pair._replace(builtin=_BUILTIN_FLAG), AS_ASKED),
+        "SGLang's worker": most(pair._replace(builtin=BUILTIN_FLAG), AS_ASKED),
         "without a draft": most(pair, AS_ASKED, drafts=False),
     }
     asked = served if sessions is None else min(sessions, served)
@@ -205,7 +205,7 @@ def command_of(pair: Pair, set_up: SetUp, requests: int) -> str:
     settings |= {**set_up.options, **set_up.serving}
     decision, _ = decide_pair(pair.target, pair.draft, pair.options, pair.serving, pair.builtin)
     settings |= _bounds(requests, bool(decision.geometry.recurrent_layers))
-    worker = _BUILTIN_FLAG.split() if decision.worker == BUILTIN and pair.builtin else []
+    worker = BUILTIN_FLAG.split() if decision.worker == BUILTIN and pair.builtin else []
     words = [
         "sglang", "serve", "--model-path", pair.target.name, "--speculative-algorithm", "DFLASH",
         "--speculative-draft-model-path", pair.draft.name, *worker, *server_flags(settings),

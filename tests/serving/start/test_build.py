@@ -85,11 +85,10 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, made in (
         ("tensor_parallel", TensorParallel()),
         ("draft_kv_dtype", torch.float32),
-        ("attention_backends", {"triton"}),
+        ("attention_backends_of", {"triton"}),
         ("make_rollback", None),
     ):
         monkeypatch.setattr(decide, name, lambda *_, made=made: made)
-    monkeypatch.setattr(decide, "resolving_view", lambda server_args: server_args)
     monkeypatch.setattr("sglang_dflash.serving.gpu.graphs.captured_sizes", lambda _most: (2,))
 
 
@@ -120,7 +119,9 @@ def started(
         speculative_draft_window_size=7,
         speculative_draft_sink_size=None,
         speculative_draft_attention_backend=None,
-        max_running_requests=2,
+        max_running_requests=None,
+        # SGLang's default with a draft, or a model's.
+        _resolved_overrides=[("default", {"max_running_requests": 2})],
     )
     ours = {"width": "fixed", **ours}
     setattr(given, ATTRIBUTE, {f"speculative_dflash_{k}": v for k, v in ours.items()})
@@ -214,7 +215,7 @@ def test_what_a_flashinfer_target_drafts_with_is_logged_once(
     caplog.set_level("INFO")
     started()
     assert "FlashInfer" not in caplog.text
-    monkeypatch.setattr(decide, "attention_backends", lambda: {"flashinfer"})
+    monkeypatch.setattr(decide, "attention_backends_of", lambda _: {"flashinfer"})
     started()
     assert caplog.text.count("the target attends by FlashInfer, the draft by torch") == 1
 

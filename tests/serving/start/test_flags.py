@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.arg_groups.overrides import resolving_view
 
 from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.serving.start import flags
+from sglang_dflash.serving.start import check_pair, flags
 from sglang_dflash.serving.start.server_flags import REMOVED, settings_of
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.broken_drafts import PAIR, BrokenDraft, fields, server_flags
 from tests.conftest import FUZZ
 from tests.errors import refused
+from tests.serving.published import Arrived
 
 BLOCK, BLOCK_ALIAS = "--speculative-num-draft-tokens", "--speculative-dflash-block-size"
 WINDOW, WINDOW_ALIAS = (
@@ -118,7 +120,16 @@ GUARD = "request guard does not run"
 # Flags of a server, what it is warned of, with which flags more, and the beginning of the line.
 WARNED: dict[str, tuple[list[str], str, list[str], str]] = {
     "plain": (TARGET, "no effect without --spec", WIDTH, "--speculative-dflash-width: "),
-    "builtin": (server_flags(*BUILTIN), "no effect with --spec", WIDTH, f"{WIDTH[0]}: "),
+    **{
+        f"{worker[0]} {more[0]}": (
+            server_flags(*worker),
+            "no effect with SGLang's",
+            more,
+            f"{more[0]}: ",
+        )
+        for worker in (BUILTIN, ["--enable-memory-saver"])
+        for more in (WIDTH, [ENTRIES, "999"])
+    },
     "no algorithm": (TARGET, "no effect without --spec", DRAFT, f"{DRAFT[0]} has "),
     **{
         flags[0]: (server_flags(), why, flags, f"{flags[0]}: no effect: ")
@@ -133,6 +144,24 @@ WARNED: dict[str, tuple[list[str], str, list[str], str]] = {
     },
     "workers": (server_flags(), GUARD, WORKERS, "--tokenizer-worker-num 2: SGLang loads no plug"),
 }
+
+
+# Our worker cannot adapt widths there, and does not serve there.
+FALLS_BACK = [
+    {"device": "npu"},
+    {"device": "cuda", "enable_lora": True, "enable_memory_saver": True},
+    {"enable_deterministic_inference": True, "enable_memory_saver": True},
+]
+
+
+@pytest.mark.parametrize("settings", FALLS_BACK, ids=" ".join)
+def test_a_server_that_falls_back_is_not_refused_for_what_our_worker_cannot(
+    settings: dict[str, Any], resolve: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = resolve(server_flags(*WIDTH))
+    check_pair._check(given, Arrived(resolving_view(given), settings))
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "no effect" in line]
+    assert f"{WIDTH[0]}: no effect with SGLang's built-in worker (" in line
 
 
 @pytest.mark.parametrize("name", WARNED)
@@ -220,11 +249,9 @@ def test_any_flags_are_served_or_refused_in_one_line(
 ) -> None:
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_dflash.serving.start.choose_worker import check_pair
-
     flags = [word for pair in typed for word in pair]
     try:
-        check_pair(ServerArgs.from_cli_args(parser.parse_args(server_flags(*flags))))
+        check_pair.check_pair(ServerArgs.from_cli_args(parser.parse_args(server_flags(*flags))))
     except SystemExit as ended:
         assert ended.code == 2
     except ConfigError as refused:

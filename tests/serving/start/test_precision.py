@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups import overrides
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.serving.start import choose_worker, decide
+from sglang_dflash.serving.gpu.backends import draft_kv_dtype
+from sglang_dflash.serving.start import check_pair
 from sglang_dflash.serving.start.choose_worker import unserved
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.broken_drafts import server_flags
@@ -41,13 +43,6 @@ def quantized(folder: Path, name: str, config: dict[str, Any]) -> str:
     return str(folder / name)
 
 
-def draft_dtype(settings: Any, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Return the dtype of draft K/V for a model in bfloat16, as our worker decides it."""
-    monkeypatch.setattr(decide, "get_model", lambda: settings)
-    monkeypatch.setattr(decide, "get_spec", lambda: settings)
-    return decide.draft_kv_dtype(torch.bfloat16)
-
-
 DRAFT_KV = "--speculative-draft-kv-cache-dtype"
 KV = {
     (): torch.bfloat16,
@@ -57,17 +52,22 @@ KV = {
 }
 
 
+@pytest.mark.parametrize("resolved", ["torch_native", "fa4"])
 @pytest.mark.parametrize("flags", KV, ids=" ".join)
 def test_8_bit_kv_is_served(
-    flags: tuple[str, ...], resolve: Any, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], resolved: str, resolve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launching process checks it as on a GPU that can (test_draft_backends.py)."""
+    """The launching process checks it as on a GPU that can (test_draft_backends.py).
+
+    `resolved` is the target's attention, which SGLang resolves the draft's to after that check.
+    """
     given, config = resolve(server_flags(*flags)), DraftConfig.from_pretrained(str(PAIR.draft))
-    settings = resolving_view(given)
-    assert serving(given) == "ours" and draft_dtype(settings, monkeypatch) == KV[flags]
+    declare_resolution(given, "test", speculative_draft_attention_backend=resolved)
+    assert serving(given) == "ours" and draft_kv_dtype(given, torch.bfloat16) == KV[flags]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    on_a_gpu = Arrived(resolving_view(given), {"device": "cuda"})
     with contextlib.nullcontext() if KV[flags] == torch.bfloat16 else pytest.raises(ConfigError):
-        choose_worker._check_device(given, settings, config, torch.device("cuda"))
+        check_pair._check_device(given, on_a_gpu, config)
 
 
 ASKED = "--speculative-draft-model-quantization"
@@ -92,13 +92,14 @@ NO_4_BIT = "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype"
 # SGLang takes these on a Blackwell GPU only: the settings as they would arrive there, why our
 # worker does not serve, and the dtype of its draft K/V if it does.
 NVFP4_KV, DRAFTS = {"kv_cache_dtype": "nvfp4"}, "speculative_draft_kv_cache_dtype"
+ATTENTION = "speculative_draft_attention_backend"
 BLACKWELL: list[tuple[dict[str, str], str | None, torch.dtype | None]] = [
     ({"kv_cache_dtype": "mxfp8"}, None, torch.float8_e4m3fn),
     (NVFP4_KV, NO_4_BIT, None),
     ({"kv_cache_dtype": "fp4_mx_block16"}, NO_4_BIT, None),
     ({**NVFP4_KV, DRAFTS: "bf16"}, None, torch.bfloat16),
     ({**NVFP4_KV, DRAFTS: "fp8_e4m3"}, None, torch.float8_e4m3fn),
-    ({**NVFP4_KV, "speculative_draft_attention_backend": "fa4"}, None, torch.bfloat16),
+    ({**NVFP4_KV, ATTENTION: "fa4"}, None, torch.bfloat16),
 ]
 
 
@@ -110,27 +111,30 @@ def test_kv_of_a_blackwell_gpu(
     resolve: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """SGLang resolves the draft's attention to FA4 there, if none is asked for, and that does not
+    change who serves."""
     given = resolve(server_flags())
-    arrived = Arrived(resolving_view(given), changes)
-    assert unserved(Arrived(given, changes), arrived, str(PAIR.draft)) == reason
-    if dtype is not None:
-        assert draft_dtype(arrived, monkeypatch) == dtype
+    arrived = Arrived(given, changes)
+    for resolved in ({}, {ATTENTION: "fa4"}):
+        settings = Arrived(resolving_view(given), {**changes, **resolved})
+        assert unserved(arrived, settings, str(PAIR.draft)) == reason
+        monkeypatch.setattr(overrides, "resolving_view", lambda _, view=settings: view)
+        if dtype is not None:
+            assert draft_kv_dtype(arrived, torch.bfloat16) == dtype
 
 
 @pytest.mark.parametrize("config", [FP8, NVFP4], ids=["fp8", "nvfp4"])
-def test_a_quantized_target_is_served(
-    config: dict[str, Any], resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quantized_target_is_served(config: dict[str, Any], resolve: Any, tmp_path: Path) -> None:
     """Its lm_head decides, when it is loaded: tests/serving/start/test_start_up.py."""
     given = resolve(server_flags(target=quantized(tmp_path, "target", config)))
     assert serving(given) == "ours"
     # Also if the checkpoint asks for 8-bit KV of the target.
-    assert draft_dtype(resolving_view(given), monkeypatch) == torch.bfloat16
+    assert draft_kv_dtype(given, torch.bfloat16) == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", EXPORTERS)
 def test_a_quantized_draft_is_served_whatever_the_targets_quantization(
-    name: str, resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, resolve: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "quantized"
     EXPORTERS[name].write(PAIR.draft, folder, tmp_path / "plain")
@@ -144,7 +148,7 @@ def test_a_quantized_draft_is_served_whatever_the_targets_quantization(
     for flags in (server_flags(draft=folder), server_flags(target=target, draft=folder)):
         given = resolve(flags)
         assert serving(given) == "ours"
-        assert draft_dtype(resolving_view(given), monkeypatch) == torch.bfloat16
+        assert draft_kv_dtype(given, torch.bfloat16) == torch.bfloat16
 
 
 def test_another_quantized_draft_goes_to_the_built_in_worker(

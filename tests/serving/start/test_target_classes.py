@@ -15,7 +15,7 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.checkpoint.target_classes import METHOD, TARGETS, check_target_class
 from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.serving.start import choose_worker
+from sglang_dflash.serving.start import check_pair
 from sglang_dflash.tools import cli
 from tests.broken_drafts import PAIR, server_flags
 from tests.errors import refused
@@ -94,5 +94,5 @@ def test_a_class_of_a_plugin_is_judged_by_the_registry(
     resolve: Callable[[list[str]], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choose_worker, "TARGETS", frozenset())
+    monkeypatch.setattr(check_pair, "TARGETS", frozenset())
     resolve(server_flags(target=target(*names)))

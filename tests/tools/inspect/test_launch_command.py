@@ -10,6 +10,7 @@ import pytest
 from sglang_dflash.serving.start.server_flags import rows
 from sglang_dflash.tools import cli
 from sglang_dflash.tools.inspect import launch_command
+from sglang_dflash.tools.inspect.launch_command import read
 from tests.broken_drafts import BROKEN, server_flags
 from tests.tools.inspect.pairs import inspected
 
@@ -100,6 +101,16 @@ def test_what_a_server_would_refuse_is_refused_in_one_line(
     assert cli.main(["inspect", "--offline", "--", *words]) == 1
     told = capsys.readouterr()
     assert message in told.err and told.err.count("\n") == 1 and not told.out
+
+
+@pytest.mark.parametrize("more", ["--device npu", "--enable-memory-saver --enable-lora"])
+def test_a_server_that_falls_back_is_not_refused_for_what_our_worker_cannot(more: str) -> None:
+    """It cannot adapt widths there, nor has a draft without a window rings."""
+    window = COMMAND.index("--speculative-dflash-draft-window-size")
+    words = [*COMMAND[:window], *COMMAND[window + 2 :], "--speculative-dflash-draft-kv-tokens", "9"]
+    launch = read([*words, *more.split(), "--speculative-dflash-lookup", "on"])
+    assert launch.builtin == " ".join(more.split()[: 2 if "npu" in more else 1])
+    assert not {"--width", "--draft-kv-tokens", "--lookup"} & set(launch.words)
 
 
 def test_a_draft_that_names_its_code_is_refused(
