@@ -52,9 +52,9 @@ class KVGroup:
     def reach(self) -> Reach:
         return self.layers.reach
 
-    def fair_share(self, requests: int, running: int) -> int:
-        """Entries that `requests` requests may take of a ring that `running` of them share."""
-        return requests * self.cache.num_entries // running
+    def fair_share(self, requests: int, carried: int) -> int:
+        """Entries that `requests` requests may take of a ring that `carried` of them share."""
+        return requests * self.cache.num_entries // carried
 
     def prepare(self, model: DraftModel, requests: RequestSlots, counters: DraftCounters) -> None:
         """Find the context of a step's requests, and hand it to the attention."""

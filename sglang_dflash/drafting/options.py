@@ -70,7 +70,7 @@ class ResolvedOptions:
     recurrent_rollback: str
     context: int | None = None
 
-    def ring_entries(self, reach: Reach, running: int) -> int | None:
+    def ring_entries(self, reach: Reach, carried: int) -> int | None:
         """Entries of the ring for the layers of that reach and so many requests at a time; None if
         they read the whole context.
 
@@ -83,7 +83,7 @@ class ResolvedOptions:
         visible = reach.tokens + reach.sinks
         if self.context is not None:
             visible = min(visible, self.context)
-        return (running + SPARE_REQUESTS) * (visible + self.verify_block)
+        return (carried + SPARE_REQUESTS) * (visible + self.verify_block)
 
     def adaptive_widths(self) -> tuple[int, ...]:
         """Verify widths that an adaptive server chooses from, ascending."""

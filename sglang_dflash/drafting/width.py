@@ -270,9 +270,9 @@ class AdaptiveWidth(WidthPolicy):
         unmeasured, seconds = self._to_measure(), self._step_seconds.at(bucket)
         if unmeasured is not None:
             return _Chosen(unmeasured)
-        running = len(requests) + undrafted
+        batch = len(requests) + undrafted
         survivors = (len(requests) * survival for survival in self._survival.probabilities)
-        tokens = list(accumulate(survivors, initial=float(running)))
+        tokens = list(accumulate(survivors, initial=float(batch)))
         rate = {width: tokens[min(width, most) - 1] / seconds[width] for width in self.widths}
         best = max(rate, key=rate.__getitem__)
         if best != self._best_width:
@@ -284,7 +284,7 @@ class AdaptiveWidth(WidthPolicy):
         width = self._to_try(best, rate, seconds, self._step_seconds.measured_widths(bucket))
         if width is None:
             return _Chosen(best)
-        break_even = running / len(requests) * (seconds[width] / seconds[1] - 1)
+        break_even = batch / len(requests) * (seconds[width] / seconds[1] - 1)
         return _Chosen(width, break_even, self._best_width == 1 < width)
 
     def _to_measure(self) -> int | None:

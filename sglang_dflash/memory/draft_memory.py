@@ -1,6 +1,6 @@
 """Bytes of draft steps: what a server reserves beside weights and K/V. No torch here.
 
-A server and `sglang-dflash inspect` call `draft_memory`, each with a `DraftServer` of its own.
+A server and `sglang-dflash inspect` call `draft_memory`, each with `StepSizes` of its own.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ class NarrowForwards(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftServer:
-    """The settings that the memory of draft steps follows from, beside the draft's config.
+class StepSizes:
+    """The sizes that the memory of draft steps follows from, beside the draft's config.
 
     Nothing has a default: who adds a field has to say what it is for a server and for `inspect`.
 
     Attributes:
         options: of the drafter.
-        requests: R, --max-running-requests.
+        max_running: R, --max-running-requests.
         rows, positions: of the request-to-token table.
         ranks: of the tensor-parallel group.
         itemsize: of the draft's weights, and of the target's hidden states.
@@ -118,7 +118,7 @@ class DraftServer:
     """
 
     options: ResolvedOptions
-    requests: int
+    max_running: int
     rows: int
     positions: int
     ranks: int
@@ -132,45 +132,45 @@ class DraftServer:
     narrow: NarrowForwards
 
 
-def draft_memory(config: DraftConfig, server: DraftServer) -> DraftMemory:
+def draft_memory(config: DraftConfig, steps: StepSizes) -> DraftMemory:
     """The memory of a rank's largest draft steps, and all that is kept for them.
 
     Args:
         config: of the whole draft.
     """
-    part, requests = draft_of_rank(config, server.ranks), server.requests
-    options, itemsize, paged = server.options, server.itemsize, server.attention.scratch
+    part, requests = draft_of_rank(config, steps.ranks), steps.max_running
+    options, itemsize, paged = steps.options, steps.itemsize, steps.attention.scratch
     block, verified = options.draft_block, options.verify_block
     hidden = config.target_hidden_width * itemsize
     reaches = [group.reach for group in config.groups(options.reach)]
-    columns = [reach.of(server.positions) for reach in reaches]
-    vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / server.ranks)
-    tokens = requests * max(verified, server.waiting_steps)
+    columns = [reach.of(steps.positions) for reach in reaches]
+    vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / steps.ranks)
+    tokens = requests * max(verified, steps.waiting_steps)
     recorded = 4 * 8 + 4 + block * 2 * 8 + verified * (2 * 8 + 1 + hidden)
     return DraftMemory(
-        scratch_kv=(1 + requests * block * paged) * sum(group.token_bytes for group in server.kv),
+        scratch_kv=(1 + requests * block * paged) * sum(group.token_bytes for group in steps.kv),
         slot_tables=requests
         * sum(
-            count * _table_cell(paged, server.tagged or reach.is_bounded)
+            count * _table_cell(paged, steps.tagged or reach.is_bounded)
             for reach, count in zip(reaches, columns, strict=True)
         ),
         attention_workspace=sum(
-            server.attention.workspace(
+            steps.attention.workspace(
                 AttentionLoad(
                     requests, count, block, part.num_attention_heads,
-                    part.num_key_value_heads, part.head_dim, server.processors,
+                    part.num_key_value_heads, part.head_dim, steps.processors,
                 )
             )
             for count in columns
         ),
-        graph_buffers=server.recorded * recorded,
+        graph_buffers=steps.recorded * recorded,
         logits=requests * (block - 1) * (vocabulary * itemsize + config.head.position_bytes),
         activations=tokens * _activations(part) * itemsize,
         # And their concatenation.
-        waiting_hidden=2 * server.waiting_steps * requests * (2 * 8 + hidden),
-        texts=4 * server.rows * server.positions * options.looks_up,
+        waiting_hidden=2 * steps.waiting_steps * requests * (2 * 8 + hidden),
+        texts=4 * steps.rows * steps.positions * options.looks_up,
         narrow_widths=narrow_width_bytes(
-            server.narrow, requests=requests, positions=server.positions, hidden_bytes=hidden
+            steps.narrow, requests=requests, positions=steps.positions, hidden_bytes=hidden
         ),
     )  # fmt: skip
 

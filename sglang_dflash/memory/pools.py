@@ -23,14 +23,14 @@ SESSION_TOKENS = 32768
 _MOST_TOKENS = 2**62
 
 
-def running_requests(requests: int, states: int, per_request: int = STATES_PER_REQUEST) -> int:
+def carried_requests(max_running: int, states: int, per_request: int = STATES_PER_REQUEST) -> int:
     """Requests that so many recurrent states let run.
 
     Args:
-        requests: --max-running-requests.
+        max_running: --max-running-requests.
         per_request: states that SGLang counts for each.
     """
-    return min(requests, max(0, states) // per_request)
+    return min(max_running, max(0, states) // per_request)
 
 
 def sglang_states(
@@ -52,7 +52,7 @@ class StateDemand(NamedTuple):
     """Demands that the number of recurrent states follows from, beside the memory.
 
     Attributes:
-        requests: --max-running-requests.
+        max_running: --max-running-requests.
         per_request: states that SGLang counts for a running request.
         state: bytes of a state.
         token: bytes of a token's K/V: the target's, and that of draft layers without a ring.
@@ -61,7 +61,7 @@ class StateDemand(NamedTuple):
         most_tokens: --max-total-tokens; None if it is not given.
     """
 
-    requests: int
+    max_running: int
     per_request: int
     state: int
     token: int
@@ -74,7 +74,7 @@ class StateDemand(NamedTuple):
         cls,
         groups: Sequence[GroupKV],
         *,
-        requests: int,
+        max_running: int,
         per_request: int = STATES_PER_REQUEST,
         state: int,
         target_token: int,
@@ -84,8 +84,8 @@ class StateDemand(NamedTuple):
         """The demand of a server with these groups of draft layers, whose rings are for all of its
         requests."""
         charge = Charge.of(groups, _MOST_TOKENS)
-        token, ring = target_token + charge.per_token, charge.once // requests
-        return cls(requests, per_request, state, token, ring, context, most_tokens)
+        token, ring = target_token + charge.per_token, charge.once // max_running
+        return cls(max_running, per_request, state, token, ring, context, most_tokens)
 
 
 def default_states(memory: int, steps: int, demand: StateDemand) -> int:
@@ -99,18 +99,18 @@ def default_states(memory: int, steps: int, demand: StateDemand) -> int:
         memory: bytes for states, the K/V of target and draft, and draft steps.
         steps: bytes of draft steps.
     """
-    requests, per_request, state, token, ring, context, most_tokens = demand
+    max_running, per_request, state, token, ring, context, most_tokens = demand
     most = sglang_states(memory, state, per_request=per_request)
-    running = running_requests(requests, most, per_request)
+    carried = carried_requests(max_running, most, per_request)
     # SGLang has a state more, for padding.
-    left = memory - steps - running * ring - state
+    left = memory - steps - carried * ring - state
     session = token * min(context or SESSION_TOKENS, SESSION_TOKENS)
     # Of the sessions that the K/V holds, those that do not run need a state each.
-    sessions = (left - (per_request - 1) * running * state) // (state + session)
-    states = per_request * running + max(0, sessions - running)
+    sessions = (left - (per_request - 1) * carried * state) // (state + session)
+    states = per_request * carried + max(0, sessions - carried)
     if most_tokens is not None:
         states = max(states, (left - most_tokens * token) // state)
-    return min(most, states) if running else most
+    return min(most, states) if carried else most
 
 
 class StatePool(NamedTuple):
@@ -118,13 +118,13 @@ class StatePool(NamedTuple):
 
     Attributes:
         slots: states, of running requests and of cached prefixes.
-        requests: that can run at a time with so many states.
+        carried: requests that so many states let run.
         state_bytes: of the states.
         scratch_bytes: of the tensors that verification keeps: the inputs of replay, or snapshots.
     """
 
     slots: int
-    requests: int
+    carried: int
     state_bytes: int
     scratch_bytes: int
 
@@ -133,29 +133,29 @@ class StatePool(NamedTuple):
         return self.state_bytes + self.scratch_bytes
 
 
-def state_pool(slots: int, requests: int, state: int, replay: int, snapshot: int) -> StatePool:
+def state_pool(slots: int, max_running: int, state: int, replay: int, snapshot: int) -> StatePool:
     """The pool of so many states, as SGLang 0.5.23 allocates it.
 
     Args:
         slots: states; 0 or less if none fits.
-        requests: --max-running-requests.
+        max_running: --max-running-requests.
         state: bytes of a state.
         replay, snapshot: bytes that verification keeps of a request; one of them is 0.
     """
-    running = running_requests(requests, slots)
-    scratch = (requests + 1) * replay + (running + 1) * snapshot
-    return StatePool(slots, running, (slots + 1) * state, scratch)
+    carried = carried_requests(max_running, slots)
+    scratch = (max_running + 1) * replay + (carried + 1) * snapshot
+    return StatePool(slots, carried, (slots + 1) * state, scratch)
 
 
-def at_a_time(tokens: int, running: int, context: int, reserved: int) -> int:
+def at_a_time(tokens: int, carried: int, context: int, reserved: int) -> int:
     """Requests of `context` tokens, the answer included, that run at a time.
 
     Args:
         tokens: of the target's KV pool.
-        running: requests that run at a time, however short.
+        carried: requests that recurrent states let run, however short.
         reserved: tokens that a verify step takes ahead of each.
     """
-    return min(running, tokens // (context + reserved))
+    return min(carried, tokens // (context + reserved))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class Capacity:
     Attributes:
         tokens: of the target's KV pool.
         tokens_given: whether --max-total-tokens says how many.
-        requests: --max-running-requests.
+        max_running: --max-running-requests.
         context: tokens of a request, at most.
         reserved: tokens that a step takes ahead of each request.
         states: recurrent states; None without such layers.
@@ -175,7 +175,7 @@ class Capacity:
 
     tokens: int
     tokens_given: bool
-    requests: int
+    max_running: int
     context: int
     reserved: int
     states: int | None = None
@@ -186,8 +186,8 @@ class Capacity:
     def carried(self) -> int:
         """Requests that the recurrent states let run."""
         if self.states is None:
-            return self.requests
-        return running_requests(self.requests, self.states, self.per_request)
+            return self.max_running
+        return carried_requests(self.max_running, self.states, self.per_request)
 
     def __str__(self) -> str:
         """The pools, how many long requests they run, and the flag that moves that."""
@@ -197,8 +197,8 @@ class Capacity:
             f", {self.states:,} recurrent states carry {self.states // self.per_request} "
             f"({self.per_request} each)"
         )  # fmt: skip
-        if min(held, self.carried) == self.requests:
-            bound = f"--max-running-requests {self.requests} bounds it"
+        if min(held, self.carried) == self.max_running:
+            bound = f"--max-running-requests {self.max_running} bounds it"
         elif self.carried < held:
             bound = "the states bound it: --max-mamba-cache-size"
         else:
@@ -214,16 +214,16 @@ class Capacity:
         they are; None if as many do."""
         # SGLang runs no more than one request for two tokens.
         by_tokens = self.tokens // 2
-        running = min(self.carried, by_tokens)
-        if running >= self.requests:
+        admitted = min(self.carried, by_tokens)
+        if admitted >= self.max_running:
             return None
-        beginning = f"--max-running-requests {self.requests}: {running} run at a time, for "
+        beginning = f"--max-running-requests {self.max_running}: {admitted} run at a time, for "
         if self.states is None or by_tokens < self.carried:
             return f"{beginning}K/V has {self.tokens:,} tokens; raise --mem-fraction-static"
-        needed = self.requests * self.per_request
+        needed = self.max_running * self.per_request
         gib = (needed - self.states) * self.state / 2**30
         return (
             f"{beginning}{self.states} recurrent states carry no more ({self.per_request} each); "
-            f"--max-mamba-cache-size {needed} carries {self.requests}, for {gib:.2f} GiB of K/V, "
-            f"and --max-running-requests {running} frees what is reserved for more requests"
+            f"--max-mamba-cache-size {needed} carries {self.max_running}, for {gib:.2f} GiB of "
+            f"K/V, and --max-running-requests {admitted} frees what is reserved for more requests"
         )

@@ -1,6 +1,6 @@
 """Bytes, from configs: of weights, K/V and recurrent states. No torch here.
 
-`sglang-dflash inspect` and a server's memory plan read the same functions. An `itemsize` is the
+`sglang-dflash inspect` and a server's reservation read the same functions. An `itemsize` is the
 bytes of one number.
 """
 
@@ -115,7 +115,7 @@ def draft_of_rank(config: DraftConfig, ranks: int) -> DraftConfig:
 def draft_kv(
     config: DraftConfig,
     options: ResolvedOptions,
-    running: int,
+    carried: int,
     *,
     itemsize: int,
     ranks: int,
@@ -126,7 +126,7 @@ def draft_kv(
 
     Args:
         config: of the whole draft.
-        running: requests that rings are for.
+        carried: requests that rings are for.
         itemsize: bytes of a number of draft K/V.
         ranks: of the tensor-parallel group.
         hierarchical: whether cached prefixes go to host memory and come back.
@@ -142,7 +142,7 @@ def draft_kv(
     return tuple(
         GroupKV(
             math.prod(group.kv_shape(shape)) * itemsize + tags,
-            None if disaggregated else options.ring_entries(group.reach, running),
+            None if disaggregated else options.ring_entries(group.reach, carried),
         )
         for group in config.groups(options.reach)
     )

@@ -33,8 +33,8 @@ from sglang_dflash.drafting.self_check import SelfCheckFailed, check_ops, check_
 from sglang_dflash.drafting.weights import check_new, load_model, reload, save_model
 from sglang_dflash.memory.draft_memory import (
     DraftMemory,
-    DraftServer,
     NarrowForwards,
+    StepSizes,
     draft_memory,
 )
 from sglang_dflash.memory.sizes import draft_weight_bytes
@@ -228,12 +228,12 @@ def test_its_steps_are_recorded_and_checked() -> None:
 def step_memory(raw: dict[str, Any]) -> DraftMemory:
     """The memory of draft steps of 5 requests, in float32."""
     config = DraftConfig.from_dict(raw)
-    server = DraftServer(
-        options=Options().resolve(config), requests=5, rows=6, positions=99, ranks=1, itemsize=4,
-        kv=(), tagged=False, attention=CAPABILITIES["torch"], processors=1, recorded=0,
+    steps = StepSizes(
+        options=Options().resolve(config), max_running=5, rows=6, positions=99, ranks=1,
+        itemsize=4, kv=(), tagged=False, attention=CAPABILITIES["torch"], processors=1, recorded=0,
         waiting_steps=0, narrow=NarrowForwards(),
     )  # fmt: skip
-    return draft_memory(config, server)
+    return draft_memory(config, steps)
 
 
 @pytest.mark.usefixtures("listed")

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.memory import sizes
-from sglang_dflash.memory.pools import StateDemand, default_states, running_requests, sglang_states
+from sglang_dflash.memory.pools import StateDemand, carried_requests, default_states, sglang_states
 from sglang_dflash.memory.sizes import Charge, GroupKV
 from sglang_dflash.tools.bench.server import Server
 from tests.engine.servers import HYBRID_PAIR, HYBRID_PAIR_DFLASH, HYBRID_PAIR_PLAIN, ServerConfig
@@ -71,7 +71,7 @@ def pools(server: Server) -> tuple[int, int]:
 def of_ours(server: Server) -> int:
     """States of a server of ours, whose memory is full: bytes that are left hold no token."""
     (states, tokens), report = pools(server), server.dflash()
-    running = running_requests(REQUESTS, states)
+    running = carried_requests(REQUESTS, states)
     (group,) = report["draft_kv_groups"]
     assert group["is_ring"] and group["entries"] == (running + 1) * (WINDOW + BLOCK)
     charge = Charge.of([GroupKV(DRAFT_KV, group["entries"])], tokens)
@@ -89,7 +89,7 @@ def test_states_are_what_sessions_need(server: Server) -> None:
     context = json.loads((HYBRID_PAIR.target / "config.json").read_text())
     demand = StateDemand.of(
         [GroupKV(DRAFT_KV, (REQUESTS + 1) * (WINDOW + BLOCK))],
-        requests=REQUESTS, state=state_bytes(), target_token=KV,
+        max_running=REQUESTS, state=state_bytes(), target_token=KV,
         context=context["max_position_embeddings"],
     )  # fmt: skip
     steps = server.dflash()["draft_memory_bytes"]["total"]
@@ -119,7 +119,7 @@ def test_sglangs_worker_fills_the_memory_as_inspect_counts(server: Server) -> No
     states, tokens = pools(server)
     snapshot = BLOCK * state_bytes()
     assert states == sglang_states(FREE, state_bytes(), snapshot)
-    scratch = (running_requests(REQUESTS, states) + 1) * snapshot
+    scratch = (carried_requests(REQUESTS, states) + 1) * snapshot
     rest = FREE - (states + 1) * state_bytes() - scratch
     assert tokens == rest // (KV + DRAFT_KV)
 

@@ -11,8 +11,8 @@ from sglang_dflash.memory.pools import (
     SESSION_TOKENS,
     Capacity,
     StateDemand,
+    carried_requests,
     default_states,
-    running_requests,
     sglang_states,
 )
 from sglang_dflash.memory.sizes import GroupKV
@@ -34,15 +34,15 @@ def test_as_many_requests_and_more_kv_than_by_sglangs_split(
     memory = gib * GIB
     most = sglang_states(memory, STATE)
     states = default_states(memory, steps, demand(requests, context, ring))
-    running = running_requests(requests, most)
-    assert states <= most and running_requests(requests, states) == running
-    if states == most or not running:
+    carried = carried_requests(requests, most)
+    assert states <= most and carried_requests(requests, states) == carried
+    if states == most or not carried:
         return
     # Every session that the K/V holds has a state, or the last one's would leave it none of K/V.
-    tokens = (memory - steps - running * ring - (states + 1) * STATE) // TOKEN
+    tokens = (memory - steps - carried * ring - (states + 1) * STATE) // TOKEN
     sessions = tokens // min(context or SESSION_TOKENS, SESSION_TOKENS)
-    paused = states - 5 * running
-    assert max(0, sessions - running) - paused in (0, 1)
+    paused = states - 5 * carried
+    assert max(0, sessions - carried) - paused in (0, 1)
 
 
 def test_states_get_what_a_bounded_kv_pool_leaves() -> None:
@@ -58,12 +58,12 @@ def test_states_get_what_a_bounded_kv_pool_leaves() -> None:
 def test_a_demand_counts_a_layer_once() -> None:
     """Per token without a ring, with its tags otherwise."""
     groups = [GroupKV(4096, None), GroupKV(20480, 48 * 100)]
-    found = StateDemand.of(groups, requests=48, state=STATE, target_token=20480, context=None)
+    found = StateDemand.of(groups, max_running=48, state=STATE, target_token=20480, context=None)
     assert (found.token, found.ring) == (20480 + 4096 + 4, 100 * (20480 + 5))
 
 
 CAPACITY = Capacity(
-    tokens=1_800_000, tokens_given=False, requests=48, context=65536, reserved=32, states=241,
+    tokens=1_800_000, tokens_given=False, max_running=48, context=65536, reserved=32, states=241,
     state=STATE,
 )  # fmt: skip
 

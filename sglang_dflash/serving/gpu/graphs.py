@@ -91,14 +91,14 @@ def cuda_recorder(device: torch.device, capturable: bool) -> type[CudaGraphRecor
 
 
 def graphed(
-    drafter: Proposer, recorder: Recorder, req_to_token: Tensor, requests: int, self_check: bool
+    drafter: Proposer, recorder: Recorder, req_to_token: Tensor, admitted: int, self_check: bool
 ) -> Proposer:
     """The drafter with its steps recorded; the drafter itself if they cannot be.
 
     Args:
         req_to_token: int32 `[rows, positions]`; the first row is SGLang's for padding.
-        requests: that run at a time, at most: what attention was made for. A decode server's table
-            has more rows.
+        admitted: requests that run at a time, at most: what attention was made for. A decode
+            server's table has more rows.
         self_check: whether a recorded proposal is compared with an eager one.
 
     Raises:
@@ -118,7 +118,7 @@ def graphed(
             LEAST_FREE_GIB,
         )
         return drafter
-    began, buckets = time.perf_counter(), captured_sizes(requests)
+    began, buckets = time.perf_counter(), captured_sizes(admitted)
     # Recordings are made and replayed without gradients.
     with torch.no_grad():
         graphed = GraphedDrafter(drafter, recorder, req_to_token, buckets)

@@ -55,12 +55,12 @@ class HostTier:
         loaded_draft: those of them whose draft K/V came back, for the layers that see the most.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], running: int, sends: bool = False) -> None:
-        """`groups`: with tags; `running`: requests, at most; `sends`: whether draft K/V goes on to
-        another server, from the slots as they are."""
+    def __init__(self, groups: Sequence[KVGroup], carried: int, sends: bool = False) -> None:
+        """`groups`: with tags; `carried`: requests that run at a time, at most; `sends`: whether
+        draft K/V goes on to another server, from the slots as they are."""
         # Groups with a window come first: their copies are short, and need not wait for a long one.
         self._groups = sorted(groups, key=lambda group: not group.reach.is_bounded)
-        self._running, self._sends = running, sends
+        self._carried, self._sends = carried, sends
         tags = groups[0].cache.tags
         if tags is None:
             raise ValueError("groups: every token has draft K/V; tags are required")
@@ -206,7 +206,7 @@ class HostTier:
         return torch.cat((tokens[:sinks], tokens[len(tokens) - (fair_share - sinks) :]))
 
     def _fair_share(self, group: KVGroup) -> int | None:
-        return group.fair_share(1, self._running) if group.reach.is_bounded else None
+        return group.fair_share(1, self._carried) if group.reach.is_bounded else None
 
 
 def _one_ahead(begun: Iterator[T]) -> Iterator[T]:

@@ -1,1 +1,2 @@
-"""Start-up: flags, the choice of the worker, the memory plan, and the worker made of its parts."""
+"""Start-up: flags, the choice of the worker, the memory reserved for it, and the worker made of its
+parts."""

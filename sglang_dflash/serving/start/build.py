@@ -94,9 +94,9 @@ class DFlashSpecWorker(BaseSpecWorker):
     def _reserve(self, plan: Plan) -> None:
         """Tell SGLang's sizing what to leave for the drafter. Raises ConfigError."""
         runner = self._target_worker.model_runner
-        reserved = memory.plan_memory(plan, runner.model_config)
-        memory.note_plan(runner, reserved)
-        self._plan, self._memory = plan, reserved.needed
+        reservation = memory.draft_reservation(plan, runner.model_config)
+        memory.note_reservation(runner, reservation)
+        self._plan, self._memory = plan, reservation.needed
         self._warnings = plan.warnings(self._names)
         for warning in self._warnings:
             logger.warning("%s", warning)
@@ -111,17 +111,18 @@ class DFlashSpecWorker(BaseSpecWorker):
         """
         plan, runner = self._plan, self._target_worker.model_runner
         plan.options.check_room(allocator.size)
-        rows, positions = requests.size, requests.req_to_token.shape[1]
+        admitted, positions = requests.size, requests.req_to_token.shape[1]
         # If sliding layers have a pool of their own, `size` is the smaller one's.
         tokens = allocator.size_full
-        # Rings are for the requests that the pools let run: recurrent states may let fewer.
-        sized_for = memory.running_requests_of(runner)
-        self._running = plan.running if sized_for is None else sized_for
-        groups = plan.groups(tokens, tokens + allocator.page_size, rows, positions, self._running)
+        # Recurrent states may let fewer run than --max-running-requests.
+        carried = memory.carried_by(runner)
+        self._carried = plan.max_running if carried is None else carried
+        slots = tokens + allocator.page_size
+        groups = plan.groups(tokens, slots, admitted, positions, self._carried)
         if plan.is_checked:
-            plan.check(groups, rows)
+            plan.check(groups, admitted)
         if plan.hierarchical:
-            self._host_tier = HostTier(groups, self._running, sends=plan.disaggregated)
+            self._host_tier = HostTier(groups, self._carried, sends=plan.disaggregated)
             self._host_tier.attach(allocator)
         self._pages, head = DraftKVPages(groups), target_head(runner.model)
         make = plan.extension.make_drafter or Drafter
@@ -137,8 +138,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         block, runner = plan.options.verify_block, target_worker.model_runner
         target = target_forward(target_worker, plan.policy.widths, plan.device)
         if plan.recorder is not None:
-            eager, running = drafter, self.req_to_token_pool.size
-            drafter = graphed(drafter, plan.recorder(), req_to_token, running, plan.is_checked)
+            eager, admitted = drafter, self.req_to_token_pool.size
+            drafter = graphed(drafter, plan.recorder(), req_to_token, admitted, plan.is_checked)
             if drafter is eager:
                 memory.note_eager_steps(runner.kv_cache_configurator)
         lookup, vocab_size = None, plan.model.config.vocab_size
@@ -158,7 +159,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         return DFlashWorker(
             verify_block=block,
             features=plan.model.config.target_hidden_width,
-            running=self._running,
+            carried=self._carried,
             req_to_token=req_to_token,
             widths=widths,
             drafter=drafter,

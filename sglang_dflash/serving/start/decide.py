@@ -72,7 +72,7 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
         recorder = cuda_recorder(device, backend.capabilities.capturable)
     return Plan(
         model, options, policy, backend, tp, device, dtype,
-        running=settings.max_running_requests,
+        max_running=settings.max_running_requests,
         arriving=(settings.disaggregation_decode_extra_slots or 0) if role == "decode" else 0,
         disaggregated=role in ("prefill", "decode"),
         hierarchical=settings.enable_hierarchical_cache,

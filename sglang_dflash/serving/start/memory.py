@@ -3,7 +3,7 @@
 SGLang charges draft K/V of all layers for each target token. We let it charge only the layers that
 have an entry per slot, and subtract rings from its budget.
 
-The worker's `MemoryPlan` reaches the sizing in SGLang's own description of the draft
+The worker's `DraftReservation` reaches the sizing in SGLang's own description of the draft
 (`SpecAuxHiddenStateConfig`), which the target's runner passes to its `KVCacheConfigurator`.
 """
 
@@ -43,8 +43,8 @@ from sglang_dflash.memory.pools import (
     STATE_RATIO,
     Capacity,
     StateDemand,
+    carried_requests,
     default_states,
-    running_requests,
     sglang_states,
 )
 from sglang_dflash.memory.sizes import Charge, GroupKV, draft_kv_charge
@@ -58,13 +58,13 @@ logger = Log(__name__)
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Memory that our worker needs beside the target's pools.
+class DraftReservation:
+    """Memory that SGLang's sizing leaves for our worker, beside the target's pools.
 
     Attributes:
-        draft_kv: running requests -> the K/V sizes of each group of draft layers.
-        running: requests that the pools let run, which have rings; --max-running-requests before
-            the sizing.
+        draft_kv: requests with rings -> the K/V sizes of each group of draft layers.
+        carried: requests that recurrent states let run, which have rings; --max-running-requests
+            before the sizing.
         replay: whether recurrent layers roll back by replay, so that no snapshots are kept.
         needed: the drafter's memory beside weights and K/V.
         recorded: whether the drafter's steps are recorded as CUDA graphs.
@@ -72,37 +72,37 @@ class MemoryPlan:
     """
 
     draft_kv: Callable[[int], tuple[GroupKV, ...]]
-    running: int
+    carried: int
     replay: bool
     needed: DraftMemory = field(default_factory=DraftMemory)
     recorded: bool = False
     charge: Charge | None = None
 
 
-class PlannedDraft(SpecAuxHiddenStateConfig):
-    """SGLang's description of the draft, with our plan."""
+class ReservedDraft(SpecAuxHiddenStateConfig):
+    """SGLang's description of the draft, with what to reserve for it."""
 
-    plan: MemoryPlan | None = None
-
-
-# -- the plan, before SGLang sizes its pools -------------------------------------------------------
+    reservation: DraftReservation | None = None
 
 
-def plan_memory(plan: Plan, model_config: Any) -> MemoryPlan:
+# -- the reservation, before SGLang sizes its pools ------------------------------------------------
+
+
+def draft_reservation(plan: Plan, model_config: Any) -> DraftReservation:
     """Compute the memory that a server's sizing is to leave free. Logs one line.
 
     Args:
         model_config: SGLang's, of the target.
     """
     recorded = plan.recorder is not None
-    largest = captured_sizes(plan.running)[-1] if recorded else 0
+    largest = captured_sizes(plan.max_running)[-1] if recorded else 0
     positions = table_positions(model_config.context_len)
-    server = plan.server(positions, largest, _narrow_forwards(plan, model_config))
-    needed = draft_memory(plan.model.config, server)
+    steps = plan.step_sizes(positions, largest, _narrow_forwards(plan, model_config))
+    needed = draft_memory(plan.model.config, steps)
     logger.info("reserved beside draft K/V, before the KV pools are sized: %s", needed)
-    return MemoryPlan(
+    return DraftReservation(
         draft_kv=plan.draft_kv,
-        running=plan.running,
+        carried=plan.max_running,
         replay=plan.rollback is not None and plan.rollback.name == "replay",
         needed=needed,
         recorded=recorded,
@@ -120,61 +120,61 @@ def _narrow_forwards(plan: Plan, model_config: Any) -> NarrowForwards:
         widths,
         attention=attention_backends(),
         query_width=heads * model_config.head_dim,
-        captured=captured_sizes(plan.running) if target_has_graphs(plan.device) else (),
+        captured=captured_sizes(plan.max_running) if target_has_graphs(plan.device) else (),
     )
 
 
-def note_plan(owner: Any, plan: MemoryPlan, **changed: Any) -> None:
-    """Attach the plan, and other changes, to SGLang's description of the draft.
+def note_reservation(owner: Any, reservation: DraftReservation, **changed: Any) -> None:
+    """Attach the reservation, and other changes, to SGLang's description of the draft.
 
     Args:
         owner: the target's runner, before SGLang sizes its pools; then its `KVCacheConfigurator`.
     """
-    described = {**msgspec.structs.asdict(owner.spec_aux_config), **changed, "plan": plan}
-    owner.spec_aux_config = PlannedDraft(**described)
+    described = {**msgspec.structs.asdict(owner.spec_aux_config), **changed}
+    owner.spec_aux_config = ReservedDraft(**{**described, "reservation": reservation})
 
 
 # -- SGLang's sizing -------------------------------------------------------------------------------
 
 
-def plan_of(configurator: Any) -> MemoryPlan | None:
-    """The plan for a `KVCacheConfigurator`; None if our worker does not serve its runner."""
+def reservation_of(configurator: Any) -> DraftReservation | None:
+    """The reservation for a `KVCacheConfigurator`; None if our worker does not serve its runner."""
     if configurator.is_draft_worker:
         return None
-    return getattr(configurator.spec_aux_config, "plan", None)
+    return getattr(configurator.spec_aux_config, "reservation", None)
 
 
 def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: Any) -> Any:
     """Around `KVCacheConfigurator.config_from_budget`: leave what the drafter needs, rings
-    included, and note it in the configurator's plan. Raises ConfigError: nothing would be left."""
-    plan = plan_of(configurator)
-    if plan is None:
+    included, and note it in the configurator. Raises ConfigError: nothing would be left."""
+    reservation = reservation_of(configurator)
+    if reservation is None:
         return original(configurator, budget_bytes, **others)
-    if plan.charge is not None:
+    if reservation.charge is not None:
         # Sized again, after graphs were captured: the draft K/V is allocated and not in the budget.
-        _charge_draft(configurator, plan, per_token=0)
-        later = plan.needed.after_graphs(plan.recorded)
+        _charge_draft(configurator, reservation, per_token=0)
+        later = reservation.needed.after_graphs(reservation.recorded)
         return _told(configurator, original(configurator, budget_bytes - later, **others))
-    budget_bytes = _without_reserve(plan, budget_bytes)
-    plan = replace(plan, running=_carried(configurator, plan.running))
+    budget_bytes = _without_reserve(reservation, budget_bytes)
+    reservation = replace(reservation, carried=_carried(configurator, reservation.carried))
 
     def sized(charge: Charge) -> Any:
-        _charge_draft(configurator, replace(plan, charge=charge), charge.per_token)
+        _charge_draft(configurator, replace(reservation, charge=charge), charge.per_token)
         return original(configurator, budget_bytes - charge.once, **others)
 
     def fits(charge: Charge) -> int:
         return sized(charge).max_total_num_tokens if charge.once < budget_bytes else 0
 
-    config = sized(draft_kv_charge(plan.draft_kv(plan.running), fits))
+    config = sized(draft_kv_charge(reservation.draft_kv(reservation.carried), fits))
     return config if configurator.post_capture_kv_active else _told(configurator, config)
 
 
-def _carried(configurator: Any, requests: int) -> int:
+def _carried(configurator: Any, max_running: int) -> int:
     """Return how many of so many requests the recurrent states let run."""
     if configurator.mambaish_config is None:
-        return requests
+        return max_running
     each = configurator._calculate_mamba_ratio()
-    return running_requests(requests, get_schedule().max_mamba_cache_size, each)
+    return carried_requests(max_running, get_schedule().max_mamba_cache_size, each)
 
 
 def _told(configurator: Any, config: Any) -> Any:
@@ -183,7 +183,7 @@ def _told(configurator: Any, config: Any) -> Any:
     capacity = Capacity(
         tokens=config.max_total_num_tokens,
         tokens_given=schedule.max_total_tokens is not None,
-        requests=max(1, schedule.max_running_requests // configurator.attn_dp_size),
+        max_running=max(1, schedule.max_running_requests // configurator.attn_dp_size),
         context=configurator.model_config.context_len,
         reserved=get_alloc_reserve_per_decode(),
         states=schedule.max_mamba_cache_size if is_recurrent else None,
@@ -197,38 +197,39 @@ def _told(configurator: Any, config: Any) -> Any:
     return config
 
 
-def _without_reserve(plan: MemoryPlan, budget_bytes: int) -> int:
-    left = budget_bytes - plan.needed.total
-    if left > 0:
-        return left
+def _without_reserve(reservation: DraftReservation, budget_bytes: int) -> int:
+    needed = reservation.needed.total
+    if budget_bytes > needed:
+        return budget_bytes - needed
     with ends_the_server({}):
         raise ConfigError(
             "--mem-fraction-static",
-            required=f"the drafter needs {plan.needed.total / 2**20:.0f} MiB beside weights and "
+            required=f"the drafter needs {needed / 2**20:.0f} MiB beside weights and "
             f"K/V, and {budget_bytes / 2**20:.0f} MiB are left for all pools; raise it, or lower "
             "--max-running-requests, --context-length or --speculative-num-draft-tokens",
         )
 
 
-def _charge_draft(configurator: Any, plan: MemoryPlan, per_token: int) -> None:
-    """Note the plan, and charge so many bytes of draft K/V per target token."""
+def _charge_draft(configurator: Any, reservation: DraftReservation, per_token: int) -> None:
+    """Note the reservation, and charge so many bytes of draft K/V per target token."""
     # SGLang charges the bytes if there is a layer.
-    note_plan(configurator, plan, dflash_draft_num_layers=int(per_token > 0))
+    note_reservation(configurator, reservation, dflash_draft_num_layers=int(per_token > 0))
     configurator.dflash_draft_cell_size_per_token = per_token or None
 
 
-def running_requests_of(runner: Any) -> int | None:
-    """Requests that the sized pools of the target's runner let run; None before the sizing."""
-    plan = plan_of(runner.kv_cache_configurator)
-    return None if plan is None else plan.running
+def carried_by(runner: Any) -> int | None:
+    """Requests that the sized recurrent states of the target's runner let run; None before the
+    sizing."""
+    reservation = reservation_of(runner.kv_cache_configurator)
+    return None if reservation is None else reservation.carried
 
 
 def note_eager_steps(configurator: Any) -> None:
     """Note that draft steps run eagerly after all: SGLang's sizing after the captures then leaves
     memory for them."""
-    plan = plan_of(configurator)
-    if plan is not None:
-        note_plan(configurator, replace(plan, recorded=False))
+    reservation = reservation_of(configurator)
+    if reservation is not None:
+        note_reservation(configurator, replace(reservation, recorded=False))
 
 
 def table_positions(context_len: int) -> int:
@@ -249,8 +250,8 @@ def table_headroom(original: Any) -> int:
 
 
 def _replays(configurator: Any) -> bool:
-    plan = plan_of(configurator)
-    return plan is not None and plan.replay
+    reservation = reservation_of(configurator)
+    return reservation is not None and reservation.replay
 
 
 def build_state_pool(original: Any, configurator: Any, **kwargs: Any) -> Any:
@@ -267,12 +268,12 @@ def size_state_pool(original: Any, configurator: Any, total_rest_gb: float) -> f
     """Around `KVCacheConfigurator._handle_max_mamba_cache`: reserve what replay keeps of a verify
     forward, and no snapshots; choose the number of states where no flag does. Without a speculative
     algorithm SGLang reserves no snapshots."""
-    plan = plan_of(configurator)
-    if plan is None or not plan.replay:
+    reservation = reservation_of(configurator)
+    if reservation is None or not reservation.replay:
         return original(configurator, total_rest_gb)
     total_rest_gb -= _replay_bytes(configurator) / 2**30
     if _splits_by_default(configurator):
-        _choose_states(configurator, plan, int(total_rest_gb * 2**30))
+        _choose_states(configurator, reservation, int(total_rest_gb * 2**30))
     with restored(configurator, "spec_algorithm"):
         configurator.spec_algorithm = SpeculativeAlgorithm.NONE
         return original(configurator, total_rest_gb)
@@ -289,24 +290,24 @@ def _splits_by_default(configurator: Any) -> bool:
     )
 
 
-def _choose_states(configurator: Any, plan: MemoryPlan, memory: int) -> None:
+def _choose_states(configurator: Any, reservation: DraftReservation, memory: int) -> None:
     """Set --max-mamba-cache-size to the default with replay. One log line.
 
     Args:
         memory: bytes for states, the K/V of target and draft, and draft steps.
     """
     schedule = get_schedule()
-    _charge_draft(configurator, plan, per_token=0)
+    _charge_draft(configurator, reservation, per_token=0)
     demand = StateDemand.of(
-        plan.draft_kv(plan.running),
-        requests=max(1, schedule.max_running_requests // configurator.attn_dp_size),
+        reservation.draft_kv(reservation.carried),
+        max_running=max(1, schedule.max_running_requests // configurator.attn_dp_size),
         per_request=configurator._calculate_mamba_ratio(),
         state=_state_bytes(configurator),
         target_token=create_memory_pool_configurator(configurator)._cell_size,
         context=configurator.model_config.context_len,
         most_tokens=schedule.max_total_tokens,
     )
-    chosen = default_states(memory, plan.needed.total, demand)
+    chosen = default_states(memory, reservation.needed.total, demand)
     by_ratio = sglang_states(memory, demand.state, per_request=demand.per_request)
     if chosen == by_ratio:
         return

@@ -24,7 +24,7 @@ from sglang_dflash.drafting.options import PLAIN_STEPS, Finding, ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import check_attention, check_ops
 from sglang_dflash.drafting.width import WidthPolicy
-from sglang_dflash.memory.draft_memory import DraftServer, NarrowForwards
+from sglang_dflash.memory.draft_memory import NarrowForwards, StepSizes
 from sglang_dflash.memory.sizes import GroupKV, draft_kv
 from sglang_dflash.serving.step.extension import Extension
 
@@ -42,9 +42,9 @@ class Plan:
         policy: chooses verify widths.
         backend: the draft attention backend.
         kv_dtype: the dtype of draft K/V.
-        running: --max-running-requests.
+        max_running: --max-running-requests.
         arriving: requests whose prompts come from other servers, which have rows of SGLang's
-            request-to-token table beside the running ones.
+            request-to-token table beside the `max_running`.
         disaggregated: whether draft K/V of prompts goes to another server, page by page as the
             target's.
         hierarchical: whether cached prefixes go to host memory and come back.
@@ -63,7 +63,7 @@ class Plan:
     tp: TensorParallel
     device: torch.device
     kv_dtype: torch.dtype
-    running: int
+    max_running: int
     arriving: int = 0
     disaggregated: bool = False
     hierarchical: bool = False
@@ -90,34 +90,34 @@ class Plan:
         is_fixed = len(self.policy.widths) == 1
         return self.options.warnings(self.model.config, names, is_fixed)
 
-    def draft_kv(self, running: int) -> tuple[GroupKV, ...]:
-        """Return the draft K/V of each of `layer_groups`, for so many running requests."""
+    def draft_kv(self, carried: int) -> tuple[GroupKV, ...]:
+        """Return the draft K/V of each of `layer_groups`, whose rings are for so many requests."""
         return draft_kv(
             self.model.config,
             self.options,
-            running,
+            carried,
             itemsize=self.kv_dtype.itemsize,
             ranks=self.tp.size,
             hierarchical=self.hierarchical,
             disaggregated=self.disaggregated,
         )
 
-    def server(self, positions: int, recorded: int, narrow: NarrowForwards) -> DraftServer:
-        """The settings that size draft steps.
+    def step_sizes(self, positions: int, recorded: int, narrow: NarrowForwards) -> StepSizes:
+        """The sizes of draft steps, of which their memory is computed.
 
         Args:
             positions: of a row of the request-to-token table.
             recorded: requests of the largest recorded batch; 0 if no steps are recorded.
             narrow: the target's forwards of narrower widths, which draft nothing.
         """
-        return DraftServer(
+        return StepSizes(
             options=self.options,
-            requests=self.running,
-            rows=self.running + self.arriving + 1,
+            max_running=self.max_running,
+            rows=self.max_running + self.arriving + 1,
             positions=positions,
             ranks=self.tp.size,
             itemsize=self.model.dtype.itemsize,
-            kv=self.draft_kv(self.running),
+            kv=self.draft_kv(self.max_running),
             tagged=self.hierarchical,
             attention=self.backend.capabilities,
             processors=processors_of(self.device),
@@ -137,7 +137,8 @@ class Plan:
         """Return the setting that a layer group's attention is made for.
 
         Args:
-            requests, positions: of the request-to-token table.
+            requests: that attention is made for, at most.
+            positions: of a row of the request-to-token table.
             scratch, holes: see `Setting`.
         """
         return Setting(
@@ -155,21 +156,22 @@ class Plan:
         self,
         kv_tokens: int,
         target_slots: int,
-        rows: int,
+        admitted: int,
         positions: int,
-        running: int | None = None,
+        carried: int | None = None,
     ) -> tuple[KVGroup, ...]:
         """The draft KV caches beside a target pool, with attention over them.
 
         Args:
             kv_tokens: of the pool.
             target_slots: of the pool, its padding included.
-            rows, positions: of SGLang's request-to-token table.
-            running: requests that the rings are for; --max-running-requests if it is None.
+            admitted: requests that SGLang's sized pools admit at a time.
+            positions: of a row of SGLang's request-to-token table.
+            carried: requests that the rings are for; --max-running-requests if it is None.
         """
         per_slot = TaggedKVCache if self.hierarchical else DraftKVCache
-        scratch = rows * self.options.draft_block if self.backend.capabilities.scratch else 0
-        groups, sized = [], self.draft_kv(self.running if running is None else running)
+        scratch = admitted * self.options.draft_block if self.backend.capabilities.scratch else 0
+        groups, sized = [], self.draft_kv(self.max_running if carried is None else carried)
         for layers, kv in zip(self.layer_groups, sized, strict=True):
             of_cache = layers.kv_shape(self.model.kv_shape), self.kv_dtype, self.device, scratch
             entries = kv.entries(kv_tokens)
@@ -177,17 +179,17 @@ class Plan:
                 RingKVCache(entries, target_slots, *of_cache)
             )  # fmt: skip
             after = cache.num_entries + 1
-            setting = self.setting(layers, rows, positions, after, cache.has_holes)
+            setting = self.setting(layers, admitted, positions, after, cache.has_holes)
             attention = self.backend.make(self.model.config, setting)
             groups.append(KVGroup(layers, cache, attention))
         return tuple(groups)
 
-    def check(self, groups: Sequence[KVGroup], rows: int) -> None:
+    def check(self, groups: Sequence[KVGroup], admitted: int) -> None:
         """Compare operations and attention with torch's, if they are not torch's.
 
         Args:
             groups: with empty caches; the attention may keep K/V at their ends.
-            rows: of the request-to-token table that the groups were made for.
+            admitted: requests that the groups were made for.
 
         Raises:
             SelfCheckFailed: one of them differs.
@@ -197,7 +199,7 @@ class Plan:
             checked = check_ops(self.model, block, self.options.verify_block)
             for group in groups:
                 if not isinstance(group.attention, TorchAttention):
-                    check_attention(self.model, block, group, rows)
+                    check_attention(self.model, block, group, admitted)
                     checked.append(type(group.attention).__name__)
         if checked:
             milliseconds = 1000 * (time.perf_counter() - began)

@@ -92,7 +92,7 @@ class PromptContext(NamedTuple):
 
 
 def place_prompt(
-    batch: ScheduleBatch, req_to_token: Tensor, groups: Sequence[KVGroup], running: int
+    batch: ScheduleBatch, req_to_token: Tensor, groups: Sequence[KVGroup], carried: int
 ) -> PromptContext:
     """Choose the prompt tokens to project and find their slots; mark the slots of all tokens dead.
 
@@ -103,7 +103,7 @@ def place_prompt(
         batch: the prefill.
         req_to_token: int `[rows, positions]`, the request-to-token table.
         groups: the draft KV caches, and what their layers see.
-        running: requests that run at a time, at most.
+        carried: requests that run at a time, at most.
     """
     starts = batch.prefix_lens
     ends = [prefix + n for prefix, n in zip(starts, batch.extend_lens, strict=True)]
@@ -122,7 +122,7 @@ def place_prompt(
     chosen, parts = tokens.to_write(groups)
     chosen = on_device(chosen)
     writes = [
-        ContextWrite(on_device(part), group.fair_share(len(batch.reqs), running))
+        ContextWrite(on_device(part), group.fair_share(len(batch.reqs), carried))
         for group, part in zip(groups, parts, strict=True)
     ]
     return PromptContext(len(slots), chosen, positions[chosen], slots[chosen], writes)

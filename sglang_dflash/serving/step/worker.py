@@ -53,7 +53,7 @@ class DFlashWorker:
     Attributes:
         verify_block: B.
         features: F * E, the width of the hidden states that the drafter reads of a token.
-        running: most requests that run at a time.
+        carried: most requests that run at a time, which share the rings.
         req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
         accept: the accept rule, from drafts and the target's tokens to what a step commits.
         rollback: of recurrent layers; None without them.
@@ -67,7 +67,7 @@ class DFlashWorker:
 
     verify_block: int
     features: int
-    running: int
+    carried: int
     req_to_token: Tensor
     widths: StepWidths
     drafter: Proposer
@@ -116,7 +116,7 @@ class DFlashWorker:
             # A mixed batch: the target samples the decoding requests' next tokens under grammars
             # that must have seen their last ones.
             barrier()
-        prompt = place_prompt(batch, self.req_to_token, self.drafter.groups, self.running)
+        prompt = place_prompt(batch, self.req_to_token, self.drafter.groups, self.carried)
         if self.lookup is not None:
             write_texts(batch, self.lookup)
         result = self.target.prefill(batch, pp_proxy_tensors)

@@ -28,26 +28,26 @@ def draft_groups(
     decision: ServingDecision,
     options: ResolvedOptions,
     serving: Serving,
-    running: int,
+    carried: int,
 ) -> list[DraftGroup]:
     """Return the groups of the draft's layers; one of all layers if its config is not known or
     another worker serves. Raises ConfigError.
 
     Args:
-        running: requests that rings are for.
+        carried: requests that rings are for.
     """
     config, reach, ranks = decision.config, options.reach, serving.tp_size
     itemsize = KV_DTYPES[serving.dtype_of_draft_kv]
     if config is not None and decision.worker == OURS:
         kv = draft_kv(
-            config, options, running, itemsize=itemsize, ranks=ranks,
+            config, options, carried, itemsize=itemsize, ranks=ranks,
             hierarchical=False, disaggregated=False,
         )  # fmt: skip
         return list(zip(config.groups(reach), kv, strict=True))
     layers, two, heads, dim = draft_kv_shape(draft_fields(draft.config))
     token_bytes = layers * two * kv_heads_of_rank("draft", heads, ranks) * dim * itemsize
     # SGLang's worker has no rings.
-    ring = None if decision.worker == BUILTIN else options.ring_entries(reach, running)
+    ring = None if decision.worker == BUILTIN else options.ring_entries(reach, carried)
     return [(LayerGroup(reach, (), ()), GroupKV(token_bytes, ring))]
 
 

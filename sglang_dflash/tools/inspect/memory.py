@@ -13,8 +13,8 @@ from sglang_dflash.drafting.options import PLAIN_STEPS, ResolvedOptions
 from sglang_dflash.memory import sizes
 from sglang_dflash.memory.draft_memory import (
     DraftMemory,
-    DraftServer,
     NarrowForwards,
+    StepSizes,
     default_captures,
     draft_memory,
     headroom,
@@ -67,7 +67,7 @@ def memory_of(
     if pool is not None and plain is not None:
         memory, alone = memory - pool.total_bytes, alone - plain.total_bytes
         # A ring serves the requests that the states let run.
-        groups = draft_groups(draft, decision, options, serving, pool.requests)
+        groups = draft_groups(draft, decision, options, serving, pool.carried)
     facts = {
         "target_kv_bytes_per_token": target_kv,
         "draft_kv_bytes_per_token": sum(kv.token_bytes for kv in of_groups),
@@ -78,16 +78,16 @@ def memory_of(
         "draft_memory_bytes": needed and needed.as_report(),
         **recurrent,
         "recurrent_slots": pool and pool.slots,
-        "running_requests": pool.requests if pool else requests,
-        "running_requests_with_snapshots": snapshots and snapshots.requests,
+        "running_requests": pool.carried if pool else requests,
+        "running_requests_with_snapshots": snapshots and snapshots.carried,
         **split_kv(memory, target_kv, groups),
         "target_tokens_without_draft": alone // target_kv,
     }
     for suffix, states in {"": pool, "_unbounded": pool, "_without_draft": plain}.items():
         reserved = 1 if suffix == "_without_draft" else 2 * options.verify_block
-        running, tokens = states.requests if states else requests, facts[f"target_tokens{suffix}"]
+        carried, tokens = states.carried if states else requests, facts[f"target_tokens{suffix}"]
         facts[f"requests_at_context{suffix}"] = serving.context and at_a_time(
-            tokens, running, serving.context, reserved
+            tokens, carried, serving.context, reserved
         )
     return {**facts, "memory_bytes": _divided(facts, pool, serving)}
 
@@ -126,14 +126,14 @@ def _pools(
     if recurrent["recurrent_rollback"] == "replay":
         demand = StateDemand.of(
             groups,
-            requests=requests,
+            max_running=requests,
             state=state,
             target_token=target_kv,
             context=options.context,
         )
         slots = given or default_states(memory + steps - (requests + 1) * replay, steps, demand)
         pool = state_pool(slots, requests, state, replay, 0)
-    if not pool.requests:
+    if not pool.carried:
         raise ConfigError(
             "memory_gib",
             serving.memory_gib,
@@ -244,9 +244,9 @@ def _draft_memory(
         query_width=part.num_attention_heads * head_dim,
         captured=default_captures(requests),
     )
-    server = DraftServer(
+    steps = StepSizes(
         options=options,
-        requests=requests,
+        max_running=requests,
         rows=requests + 1,
         positions=(options.context or 0) + headroom(options.verify_block),
         ranks=serving.tp_size,
@@ -259,7 +259,7 @@ def _draft_memory(
         waiting_steps=PLAIN_STEPS if narrow.widths else 0,
         narrow=narrow,
     )
-    return draft_memory(config, server)
+    return draft_memory(config, steps)
 
 
 def _recurrent(geometry: TargetGeometry, worker: str, verify_block: int) -> dict[str, Any]:

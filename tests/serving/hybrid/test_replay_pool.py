@@ -22,18 +22,18 @@ from sglang_dflash.serving.draft_weights import updates
 from sglang_dflash.serving.hybrid import replay_pool
 from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay, ReplayOps, Rollback
 from sglang_dflash.serving.start import memory
-from sglang_dflash.serving.start.memory import MemoryPlan
+from sglang_dflash.serving.start.memory import DraftReservation
 from tests.patches.originals import original
 from tests.serving.fake_cuda import FakeCuda
 from tests.serving.recurrent_target import gdn_layer, recorded_runner
 
-REPLAY, SNAPSHOT = (MemoryPlan(lambda _: (), 4, replay=replay) for replay in (True, False))
+REPLAY, SNAPSHOT = (DraftReservation(lambda _: (), 4, replay=replay) for replay in (True, False))
 
 
-def configurator(plan: MemoryPlan | None) -> Any:
+def configurator(reservation: DraftReservation | None) -> Any:
     return SimpleNamespace(
         is_draft_worker=False,
-        spec_aux_config=SimpleNamespace(plan=plan),
+        spec_aux_config=SimpleNamespace(reservation=reservation),
         spec_algorithm=SpeculativeAlgorithm.DFLASH,
     )
 
@@ -48,8 +48,8 @@ def test_sizing_reserves_no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append((of.spec_algorithm, rest_gb))
         return rest_gb
 
-    for plan in (REPLAY, SNAPSHOT, None):
-        of = configurator(plan)
+    for reservation in (REPLAY, SNAPSHOT, None):
+        of = configurator(reservation)
         memory.size_state_pool(handle, of, 4.0)
         assert of.spec_algorithm is SpeculativeAlgorithm.DFLASH
     none, dflash = SpeculativeAlgorithm.NONE, SpeculativeAlgorithm.DFLASH

@@ -33,7 +33,7 @@ CACHES: dict[str, Callable[..., DraftKVCache]] = {
 
 
 def of(cache: DraftKVCache, window: int | None = None) -> tuple[HostTier, DraftKVCache]:
-    return HostTier([group(cache, Reach(window))], running=1), cache
+    return HostTier([group(cache, Reach(window))], carried=1), cache
 
 
 def group(cache: DraftKVCache, reach: Reach) -> KVGroup:
@@ -111,7 +111,7 @@ def test_of_every_part_of_a_prefix_the_last_tokens_come_back() -> None:
 
 def test_sinks_come_back_if_not_everything_fits() -> None:
     cache = RingKVCache(12, SLOTS, SHAPE, torch.float32, "cpu")
-    tier = HostTier([group(cache, Reach(2, 2))], running=2)
+    tier = HostTier([group(cache, Reach(2, 2))], carried=2)
     there = [range(1, 5), range(5, 9)]
     for first, part in zip((30, 34), there, strict=True):
         write(cache, at(*part), [float(slot) for slot in part])
@@ -123,14 +123,14 @@ def test_sinks_come_back_if_not_everything_fits() -> None:
     assert (tier.loaded, tier.loaded_draft) == (8, 6)
 
 
-@pytest.mark.parametrize("running", [3, 6, 8])
-def test_a_share_below_the_sinks_is_a_bound(running: int) -> None:
+@pytest.mark.parametrize("carried", [3, 6, 8])
+def test_a_share_below_the_sinks_is_a_bound(carried: int) -> None:
     """A request may take 4, 2 or 1 of 12 entries; each token is loaded once."""
     cache = RingKVCache(12, SLOTS, SHAPE, torch.float32, "cpu")
     of_cache = group(cache, Reach(2, 2))
-    tier = HostTier([of_cache], running=running)
+    tier = HostTier([of_cache], carried=carried)
     chosen = tier._chosen(of_cache, torch.ones(8, dtype=torch.bool)).tolist()
-    assert chosen == {3: [0, 1, 6, 7], 6: [0, 1], 8: [0]}[running]
+    assert chosen == {3: [0, 1, 6, 7], 6: [0, 1], 8: [0]}[carried]
 
 
 def test_host_memory_is_taken_as_it_is_write_kv() -> None:
@@ -212,7 +212,7 @@ def test_a_step_reads_nothing_of_a_slots_last_owner(window: int | None) -> None:
 def test_a_server_that_sends_draft_kv_sends_nothing_of_a_slots_last_owner() -> None:
     """It sends slots as they are. What is not loaded back is zeros."""
     cache = TaggedKVCache(SLOTS, SHAPE, torch.float8_e4m3fn, "cpu")
-    tier = HostTier([group(cache, Reach())], running=1, sends=True)
+    tier = HostTier([group(cache, Reach())], carried=1, sends=True)
     write(cache, at(1, 2, 5, 6, 7), [1.0, 2.0, 3.0, 4.0, 5.0])
     tier.plan_backup(at(1, 2), at(30, 31), HOST)
     tier.plan_loss(at(31))

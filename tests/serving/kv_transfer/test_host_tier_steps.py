@@ -111,7 +111,7 @@ def test_memory_on_the_way_does_not_grow_with_the_prefix(
     shape = (4, 2, 1, 1)
     cache = TaggedKVCache(2 * tokens + 1, shape, torch.float32, "cpu")
     write_kv(cache, torch.arange(tokens), torch.randn(tokens, *shape))
-    tier, slots = HostTier([group(cache, Reach())], running=1), torch.arange(tokens)
+    tier, slots = HostTier([group(cache, Reach())], carried=1), torch.arange(tokens)
     # The host's own pool is no memory on the way.
     tier.plan_backup(slots[:1], slots[:1], tokens)
     tier.run_copies(nothing)
@@ -200,7 +200,7 @@ def test_after_a_flush_nothing_lands(events: list[Arrival]) -> None:
 
 def test_a_server_that_sends_draft_kv_leaves_nothing_for_later() -> None:
     cache = TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu")
-    tier = HostTier([group(cache, Reach())], running=1, sends=True)
+    tier = HostTier([group(cache, Reach())], carried=1, sends=True)
     write(cache, torch.arange(1, 9), [1.0] * 8)
     tier.plan_backup(torch.arange(1, 9), torch.arange(30, 38), HOST)
     tier.plan_load(torch.arange(30, 38), torch.arange(11, 19))
@@ -282,7 +282,7 @@ def test_the_host_waits_for_no_device(
     monkeypatch.setattr(host_tier, "_used_here", lambda _: None)
     with gpu:
         cache = TaggedKVCache(SLOTS, SHAPE, torch.float32, "cuda")
-        tier = HostTier([group(cache, Reach())], running=1)
+        tier = HostTier([group(cache, Reach())], carried=1)
         slots = torch.arange(8, device="cuda")
         gpu.crossings.clear()
         tier.plan_backup(slots, torch.arange(30, 38), HOST)
@@ -337,7 +337,7 @@ from sglang_dflash.serving.kv_transfer.host_tier import HostTier
 cache = TaggedKVCache(4000, (4, 2, 64, 8), torch.float32, "cpu")
 slots = torch.arange(4000)
 cache.place(slots)
-tier = HostTier([KVGroup(SimpleNamespace(reach=Reach()), cache, None)], running=1)
+tier = HostTier([KVGroup(SimpleNamespace(reach=Reach()), cache, None)], carried=1)
 for first in (0, 4000):
     tier.plan_backup(slots, slots + first, 8000)
 tier.run_copies(lambda: None, slots[:1000])

@@ -76,8 +76,8 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(build, name, lambda *_, made=made: made)
     for name, given in (
         ("table_positions", COLUMNS),
-        ("note_plan", None),
-        ("running_requests_of", 2),
+        ("note_reservation", None),
+        ("carried_by", 2),
         ("captured_sizes", (2,)),
     ):
         monkeypatch.setattr(build.memory, name, lambda *_, given=given: given)
@@ -174,16 +174,16 @@ def test_rings_are_shared_by_the_requests_that_the_pools_let_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Recurrent states may let fewer run than --max-running-requests, which is 2 here."""
-    monkeypatch.setattr(build.memory, "running_requests_of", lambda _: 1)
-    assert started().dflash.running == 1
+    monkeypatch.setattr(build.memory, "carried_by", lambda _: 1)
+    assert started().dflash.carried == 1
 
 
 @pytest.mark.parametrize(("role", "rows"), [("null", 3), ("decode", 8)])
 def test_every_row_of_the_table_has_its_texts(role: str, rows: int) -> None:
     """On a decode server requests that arrive have rows, too: 5 here."""
     plan = started(role=role)._plan
-    server = plan.server(10, 0, NarrowForwards())
-    looks_up = replace(server, options=replace(plan.options, looks_up=True))
+    steps = plan.step_sizes(10, 0, NarrowForwards())
+    looks_up = replace(steps, options=replace(plan.options, looks_up=True))
     assert draft_memory(plan.model.config, looks_up).texts == 4 * rows * 10
 
 

@@ -43,7 +43,7 @@ from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
 from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay
 from sglang_dflash.serving.kv_transfer.host_tier import HostTier
 from sglang_dflash.serving.start import memory
-from sglang_dflash.serving.start.memory import plan_memory, size_state_pool
+from sglang_dflash.serving.start.memory import draft_reservation, size_state_pool
 from sglang_dflash.serving.start.plan import Plan
 from sglang_dflash.tools.gpu_check.drafters import random_head, random_model
 from sglang_dflash.tools.gpu_check.floors import config_of
@@ -98,7 +98,9 @@ def plan_for(
 
 def needs(plan: Plan, recorded: int = 0, widths: Sequence[int] = ()) -> DraftMemory:
     """Return the memory on a CPU, where narrow widths of the target keep nothing."""
-    return draft_memory(plan.model.config, plan.server(POSITIONS, recorded, NarrowForwards(widths)))
+    return draft_memory(
+        plan.model.config, plan.step_sizes(POSITIONS, recorded, NarrowForwards(widths))
+    )
 
 
 REPLAYS: Any = SimpleNamespace(name="replay")
@@ -283,7 +285,7 @@ def test_narrower_widths_are_part_of_the_plan_on_a_gpu(
             context_len=2048, head_dim=16, get_num_attention_heads=heads
         )
         of_server = replace(plan, policy=narrow(plan, widths))
-        needed = plan_memory(of_server, model_config).needed
+        needed = draft_reservation(of_server, model_config).needed
     forwards = NarrowForwards(widths, {"fa3"}, query_width=64, captured=(1, RUNNING))
     expected = narrow_width_bytes(
         forwards,
@@ -304,10 +306,10 @@ def test_a_server_shows_and_hands_on_what_it_needs(
     model_config: Any = SimpleNamespace(context_len=2048)
     plan = plan_for("torch", 300, DraftConfig.from_dict(raw_config()))
     with caplog.at_level("INFO"):
-        told = plan_memory(replace(plan, recorder=OpRecorder, rollback=REPLAYS), model_config)
+        told = draft_reservation(replace(plan, recorder=OpRecorder, rollback=REPLAYS), model_config)
     assert told.needed.total == sum(told.needed) and told.replay and told.recorded
     assert told.needed.after_graphs(told.recorded) == 0
-    assert told.draft_kv(told.running) == ((3 * 2 * 2 * 16 * 4, (RUNNING + 1) * (300 + 4)),)
+    assert told.draft_kv(told.carried) == ((3 * 2 * 2 * 16 * 4, (RUNNING + 1) * (300 + 4)),)
     (line,) = caplog.messages
     assert line.startswith(
         "sglang-dflash: reserved beside draft K/V, before the KV pools are sized: "
@@ -315,7 +317,7 @@ def test_a_server_shows_and_hands_on_what_it_needs(
     # 300 tokens and the block of 5 requests, not a chunk of 64 MiB.
     assert "attention workspace 1.0, graph buffers 0.0, logits" in line
     # Eager steps allocate when they run.
-    eager = plan_memory(plan, model_config)
+    eager = draft_reservation(plan, model_config)
     later = eager.needed.after_graphs(eager.recorded)
     assert later == eager.needed.logits + eager.needed.activations and not eager.replay
     assert eager.needed.waiting_hidden == eager.needed.graph_buffers == 0
@@ -350,10 +352,13 @@ def test_what_replay_keeps_is_reserved_once(
     schedule = SimpleNamespace(max_running_requests=RUNNING)
     monkeypatch.setattr(memory, "get_schedule", lambda: schedule)
     model: Any = SimpleNamespace(context_len=2048, dtype=dtype)
-    snapshots, replays = (plan_memory(replace(plan, rollback=of), model) for of in (None, REPLAYS))
+    snapshots, replays = (
+        draft_reservation(replace(plan, rollback=of), model) for of in (None, REPLAYS)
+    )
     configurator = SimpleNamespace(
-        is_draft_worker=False, spec_aux_config=SimpleNamespace(plan=replays), model_config=model,
-        spec_algorithm=SpeculativeAlgorithm.DFLASH, mambaish_config=HYBRID, attn_dp_size=1,
+        is_draft_worker=False, spec_aux_config=SimpleNamespace(reservation=replays),
+        model_config=model, spec_algorithm=SpeculativeAlgorithm.DFLASH, mambaish_config=HYBRID,
+        attn_dp_size=1,
     )  # fmt: skip
     monkeypatch.setattr(memory, "_splits_by_default", lambda _: False)
     by_pool = 2**30 * (1 - size_state_pool(lambda _, rest_gb: rest_gb, configurator, 1.0))

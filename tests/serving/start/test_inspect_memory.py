@@ -111,7 +111,7 @@ def test_inspect_and_a_server_reserve_the_same(
         get_num_attention_heads=lambda ranks: pair.heads // ranks,
     )
     plan = plan_of(pair, options, policy, chosen, tp)
-    needed = memory.plan_memory(plan, model_config).needed
+    needed = memory.draft_reservation(plan, model_config).needed
     assert found["draft_step_bytes"] == needed.total
     assert found["draft_memory_bytes"] == needed.as_report()
     assert (needed.narrow_widths > 0) == (needed.waiting_hidden > 0) == (width == "adaptive")

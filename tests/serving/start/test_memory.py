@@ -1,4 +1,4 @@
-"""SGLang's sizing of the target's pool with our memory plan: arithmetic on made-up sizes."""
+"""SGLang's sizing of the target's pool with our reservation: arithmetic on made-up sizes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from sglang_dflash.memory.draft_memory import DraftMemory, headroom
 from sglang_dflash.memory.sizes import GroupKV
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import (
-    MemoryPlan,
-    note_plan,
-    plan_of,
+    DraftReservation,
+    note_reservation,
     pool_config,
+    reservation_of,
     table_headroom,
 )
 from tests.conftest import raw_config
@@ -34,12 +34,13 @@ TARGET, DRAFT, MEMORY = 1000, 250, 10_000_000
 RUNNING, NOTHING = 8, DraftMemory()
 
 
-def runner_with(plan: MemoryPlan | None, is_draft_worker: bool = False) -> Any:
-    """A target runner whose configurator got SGLang's description of the draft, and our plan."""
+def runner_with(reservation: DraftReservation | None, is_draft_worker: bool = False) -> Any:
+    """A target runner whose configurator got SGLang's description of the draft, ours in
+    it."""
     described = SpecAuxHiddenStateConfig(dflash_draft_num_layers=1, dflash_target_layer_ids=[1, 2])
     runner = SimpleNamespace(spec_aux_config=described)
-    if plan is not None:
-        note_plan(runner, plan)
+    if reservation is not None:
+        note_reservation(runner, reservation)
     runner.kv_cache_configurator = SimpleNamespace(
         is_draft_worker=is_draft_worker,
         spec_algorithm=SpeculativeAlgorithm.DFLASH,
@@ -53,9 +54,9 @@ def runner_with(plan: MemoryPlan | None, is_draft_worker: bool = False) -> Any:
     return runner
 
 
-def planned(*groups: GroupKV, needed: DraftMemory = NOTHING) -> MemoryPlan:
-    """A plan whose rings do not depend on the requests."""
-    return MemoryPlan(lambda _: groups, RUNNING, replay=False, needed=needed)
+def reserving(*groups: GroupKV, needed: DraftMemory = NOTHING) -> DraftReservation:
+    """A reservation whose rings do not depend on the requests."""
+    return DraftReservation(lambda _: groups, RUNNING, replay=False, needed=needed)
 
 
 def sglang_sizing(configurator: Any, budget_bytes: int) -> Any:
@@ -107,7 +108,7 @@ SIZED: list[tuple[tuple[GroupKV, ...], int, list[int | None]]] = [
 def test_rings_leave_the_target_more_tokens(
     groups: tuple[GroupKV, ...], expected: int, entries: list[int | None]
 ) -> None:
-    runner = runner_with(planned(*groups))
+    runner = runner_with(reserving(*groups))
     # Without the row, SGLang's sizing alone.
     assert sglang_sizing(runner.kv_cache_configurator, MEMORY).max_total_num_tokens == 8_000
     assert tokens(runner) == expected
@@ -124,18 +125,18 @@ def test_rings_leave_the_target_more_tokens(
     assert tokens(runner, expected * TARGET) == expected
 
 
-@pytest.mark.parametrize("plan", [None, planned(RING)], ids=["other", "draft"])
+@pytest.mark.parametrize("reservation", [None, reserving(RING)], ids=["other", "draft"])
 def test_a_runner_that_our_worker_does_not_serve_is_sized_by_sglang(
-    plan: MemoryPlan | None,
+    reservation: DraftReservation | None,
 ) -> None:
     """Another worker's, and a draft's."""
-    runner = runner_with(plan, is_draft_worker=plan is not None)
-    assert tokens(runner) == 8_000 and plan_of(runner.kv_cache_configurator) is None
+    runner = runner_with(reservation, is_draft_worker=reservation is not None)
+    assert tokens(runner) == 8_000 and reservation_of(runner.kv_cache_configurator) is None
 
 
 def test_what_is_needed_beside_is_left_free() -> None:
-    assert tokens(runner_with(planned(GroupKV(DRAFT, None), needed=NEEDED))) == 7_200
-    assert tokens(runner_with(planned(RING, needed=NEEDED))) == (
+    assert tokens(runner_with(reserving(GroupKV(DRAFT, None), needed=NEEDED))) == 7_200
+    assert tokens(runner_with(reserving(RING, needed=NEEDED))) == (
         (MEMORY - 1_000_000 - 2_000 * 255) // 1_004
     )
 
@@ -143,14 +144,14 @@ def test_what_is_needed_beside_is_left_free() -> None:
 def test_what_is_allocated_is_not_left_free_again() -> None:
     """After graphs were captured, only what eager steps will need is missing."""
     needed = DraftMemory(slot_tables=750_000, logits=150_000, activations=100_000)
-    runner = runner_with(planned(GroupKV(DRAFT, None), needed=needed))
+    runner = runner_with(reserving(GroupKV(DRAFT, None), needed=needed))
     assert tokens(runner) == 7_200
     assert tokens(runner, 7_200_000) == 6_950
 
 
 @pytest.mark.parametrize("reserved", [MEMORY, MEMORY + 1])
 def test_no_room_for_the_drafter_is_refused(reserved: int) -> None:
-    runner = runner_with(planned(GroupKV(DRAFT, None), needed=DraftMemory(logits=reserved)))
+    runner = runner_with(reserving(GroupKV(DRAFT, None), needed=DraftMemory(logits=reserved)))
     with refused("--mem-fraction-static"):
         tokens(runner)
 
@@ -204,7 +205,7 @@ def test_rings_hold_no_more_than_the_context() -> None:
 def test_what_runs_at_a_time_is_said_once(resized: bool, caplog: pytest.LogCaptureFixture) -> None:
     """It is said once the pools have their size; more requests than can run are a warning."""
     caplog.set_level("INFO")
-    runner = runner_with(planned(GroupKV(DRAFT, None)))
+    runner = runner_with(reserving(GroupKV(DRAFT, None)))
     runner.kv_cache_configurator.post_capture_kv_active = resized
     assert tokens(runner) == 8_000
     assert len(caplog.messages) == (0 if resized else 1)
@@ -214,7 +215,7 @@ def test_what_runs_at_a_time_is_said_once(resized: bool, caplog: pytest.LogCaptu
     held, has = (4, "8,500") if resized else (3, "8,000")
     assert f"{held} requests of 2,048 tokens run at a time: K/V of {has} tokens" in line
     caplog.clear()
-    assert tokens(runner_with(planned(GroupKV(DRAFT, None))), 12_500) == 10
+    assert tokens(runner_with(reserving(GroupKV(DRAFT, None))), 12_500) == 10
     said, warned = caplog.records
     assert (said.levelname, warned.levelname) == ("INFO", "WARNING")
     assert "--max-running-requests 8: 5 run at a time" in warned.getMessage()
@@ -227,15 +228,15 @@ def test_a_ring_is_for_the_requests_that_states_let_run(monkeypatch: pytest.Monk
     monkeypatch.setattr(memory, "get_schedule", lambda: schedule)
     asked: list[int] = []
 
-    def draft_kv(running: int) -> tuple[GroupKV, ...]:
-        asked.append(running)
-        return (RING._replace(ring=100 * running),)
+    def draft_kv(carried: int) -> tuple[GroupKV, ...]:
+        asked.append(carried)
+        return (RING._replace(ring=100 * carried),)
 
-    runner = runner_with(MemoryPlan(draft_kv, RUNNING, replay=True))
+    runner = runner_with(DraftReservation(draft_kv, RUNNING, replay=True))
     configurator = runner.kv_cache_configurator
     params = SimpleNamespace(mamba_cache_per_req=1000)
     configurator.mambaish_config = SimpleNamespace(mamba2_cache_params=params)
     configurator.extra_mamba_cache_bytes_per_req = 0
     configurator._calculate_mamba_ratio = lambda: 5
     assert tokens(runner) == (MEMORY - 300 * (DRAFT + 5)) // (TARGET + 4)
-    assert asked == [3] and memory.running_requests_of(runner) == 3
+    assert asked == [3] and memory.carried_by(runner) == 3

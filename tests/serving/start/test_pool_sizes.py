@@ -98,7 +98,7 @@ def configurator_of(kind: str, worker: str, flags: Sequence[str]) -> Sized:
         )
     runner = SimpleNamespace(spec_aux_config=aux)
     if worker == "ours":
-        memory.note_plan(runner, memory.plan_memory(plan_of(kind), target))
+        memory.note_reservation(runner, memory.draft_reservation(plan_of(kind), target))
     return Sized(
         device="cuda", gpu_id=0, attn_dp_size=1, pp_size=1, pp_group=None, model=None,
         model_config=target, server_args=args, kv_cache_dtype=torch.bfloat16,
@@ -130,8 +130,8 @@ def pools(kind: str, worker: str, free: int, flags: Sequence[str]) -> dict[str, 
     if sized.mambaish_config is not None:
         left = sized._handle_max_mamba_cache(left)
     tokens = sized.config_from_budget(int(left * GIB)).max_total_num_tokens
-    plan = memory.plan_of(sized)
-    rings = [] if plan is None else plan.draft_kv(plan.running)
+    reserved = memory.reservation_of(sized)
+    rings = [] if reserved is None else reserved.draft_kv(reserved.carried)
     return {
         "recurrent_slots": get_schedule().max_mamba_cache_size,
         "running_requests": sized.resolve_max_num_reqs(tokens),
