@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 from sglang_dflash.checkpoint.draft_keys import check_code, check_keys, flat, unknown_keys
 from sglang_dflash.checkpoint.draft_rope import RopeConfig, read_rope
@@ -19,10 +19,23 @@ from sglang_dflash.common.errors import ConfigError, UnsupportedDraft
 _FILE = "the draft's config.json"
 
 
+class Length(Protocol):
+    """An int, or a tensor of ints: this module loads without torch."""
+
+    def __sub__(self, other: int, /) -> Self: ...
+
+
+T = TypeVar("T", bound=Length)
+
+
 @dataclass(frozen=True)
 class Reach:
     """The committed tokens that a request's drafts read: the first `sinks`, and the last `tokens`,
-    or all."""
+    or all.
+
+    Whoever counts, chooses, sends or keeps these tokens asks `tail`, itself or through `parts`:
+    the edge of a window is told nowhere else.
+    """
 
     tokens: int | None = None
     sinks: int = 0
@@ -31,9 +44,30 @@ class Reach:
     def is_bounded(self) -> bool:
         return self.tokens is not None
 
+    def tail(self, length: T) -> T:
+        """Return the position at which the last `tokens` of a request of `length` tokens begin;
+        below 0 if it has fewer. Of a bounded reach only."""
+        if self.tokens is None:
+            raise ValueError("tokens: None; a reach without a window has no tail")
+        return length - self.tokens
+
+    def parts(self, count: int, page_size: int = 1) -> tuple[slice, slice]:
+        """Return which of a request's `count` pages hold tokens that are read: the first ones and
+        the last ones. The last page may hold a single token. By default a page is a token."""
+        if self.tokens is None:
+            return slice(0, 0), slice(0, count)
+        sinks = min(-(-self.sinks // page_size), count)
+        first = self.tail((count - 1) * page_size + 1) // page_size
+        return slice(0, sinks), slice(max(first, sinks), count)
+
     def of(self, length: int) -> int:
         """Return how many of a request's `length` tokens are read."""
-        return length if self.tokens is None else min(length, self.tokens + self.sinks)
+        return sum(part.stop - part.start for part in self.parts(length))
+
+    def resized(self, room: int) -> Reach:
+        """Return a reach of `room` tokens in all, sinks before others."""
+        sinks = min(self.sinks, room)
+        return Reach(room - sinks, sinks)
 
     def within(self, sliding_window: int | None) -> Reach:
         """Return the part of this reach that a layer with that sliding window reads."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -76,13 +77,11 @@ class ResolvedOptions:
 
         By default what the requests and `SPARE_REQUESTS` more can see or are about to commit.
         """
-        if reach.tokens is None:
+        if not reach.is_bounded:
             return None
         if self.draft_kv_tokens is not None:
             return self.draft_kv_tokens
-        visible = reach.tokens + reach.sinks
-        if self.context is not None:
-            visible = min(visible, self.context)
+        visible = reach.of(sys.maxsize if self.context is None else self.context)
         return (carried + SPARE_REQUESTS) * (visible + self.verify_block)
 
     def adaptive_widths(self) -> tuple[int, ...]:

@@ -126,6 +126,33 @@ def test_options_take_the_checkpoints_block_and_size_the_cache() -> None:
     assert chosen.ring_entries(chosen.reach, 16) == 7
 
 
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (6, 0), (6, 3), (1, 0), (4, 9)])
+@pytest.mark.parametrize("count", [0, 1, 2, 6, 7, 10, 33])
+def test_a_reach_tells_which_pages_hold_what_is_read(
+    count: int, window: int | None, sinks: int
+) -> None:
+    """They hold what is read of any length that the last page leaves open, and no page is more."""
+    reach = Reach(window, sinks)
+    for page_size in (1, 4, 64):
+        kept = [page for part in reach.parts(count, page_size) for page in range(count)[part]]
+        lengths = range(max(0, (count - 1) * page_size + 1), count * page_size + 1)
+        read = {
+            (length, position)
+            for length in lengths
+            for position in range(length)
+            if window is None or position < sinks or position >= length - window
+        }
+        assert kept == sorted({position // page_size for _, position in read})
+        for length in lengths:
+            assert reach.of(length) == sum(of_length == length for of_length, _ in read)
+
+
+@pytest.mark.parametrize(("room", "expected"), [(9, (7, 2)), (3, (1, 2)), (1, (0, 1))])
+def test_a_reach_is_resized(room: int, expected: tuple[int, int]) -> None:
+    reach = Reach(4, 2).resized(room)
+    assert reach == Reach(*expected) and reach.of(100) == room
+
+
 @pytest.mark.parametrize(
     ("asked", "looks_up", "draft_block", "fixed", "adaptive"),
     [

@@ -1,4 +1,4 @@
-"""Rules of a window: the context and block positions that each position of a block sees.
+"""The context and block positions that each position of a block sees.
 `dflash_kernels.slot_table` and `dflash_kernels.block_attention` apply the same rules inside of
 kernels."""
 
@@ -22,9 +22,9 @@ def context_positions(seq_lens: Tensor, width: int, reach: Reach, first: int = 0
         int64 `[R, width]`; a column past the request's own tokens holds a position >= its seq_len.
     """
     column = torch.arange(first, first + width, device=seq_lens.device)
-    if reach.tokens is None:
+    if not reach.is_bounded:
         return column.expand(len(seq_lens), -1)
-    tail = (seq_lens - reach.tokens).clamp(min=reach.sinks)[:, None]
+    tail = reach.tail(seq_lens).clamp(min=reach.sinks)[:, None]
     return torch.where(column < reach.sinks, column, tail + column - reach.sinks)
 
 
@@ -38,9 +38,9 @@ def ever_visible(positions: Tensor, lengths: Tensor, reach: Reach) -> Tensor:
     Returns:
         bool `[N]`.
     """
-    if reach.tokens is None:
+    if not reach.is_bounded:
         return torch.ones_like(positions, dtype=torch.bool)
-    return (positions >= lengths - reach.tokens) | (positions < reach.sinks)
+    return (positions >= reach.tail(lengths)) | (positions < reach.sinks)
 
 
 def keys_around(layer: LayerAttention) -> tuple[int | None, int | None]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.groups import KVGroup
 
 
@@ -47,18 +46,10 @@ class DraftKVPages:
             return 0
         left_bytes = 0
         for at, group in enumerate(self.groups, len(states) - len(self.groups)):
-            states[at] = visible_pages([*states[at]], group.reach, page_size)
+            parts = group.reach.parts(len(states[at]), page_size)
+            states[at] = [page for part in parts for page in states[at][part]]
             left_bytes += len(states[at]) * page_size * group.cache.kv[0].nbytes
         return left_bytes
-
-
-def visible_pages(pages: list[int], reach: Reach, page_size: int) -> list[int]:
-    """Return the pages of a prompt that hold its first and last tokens within that reach."""
-    if reach.tokens is None:
-        return pages
-    # The last tokens may begin at the end of a page.
-    first, last = -(-reach.sinks // page_size), -(-(reach.tokens - 1) // page_size) + 1
-    return pages if len(pages) <= first + last else [*pages[:first], *pages[-last:]]
 
 
 def add_draft_kv(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.attention.table import PADDING_SLOT
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.serving.kv_transfer.staging import Staging, StagingBuffer
@@ -148,7 +149,8 @@ class HostTier:
         yield from self._lose(host_slots)
         for group, host_kv in zip(self._groups, self._host_kv, strict=True):
             pieces, host_pieces = (
-                indices[_last(group)].split(self._piece(group)) for indices in (slots, host_slots)
+                indices[_visible(group.reach, len(slots))].split(self._piece(group))
+                for indices in (slots, host_slots)
             )
             for piece, at in zip(pieces, host_pieces, strict=True):
                 entries, live = group.cache.find(piece)
@@ -199,11 +201,11 @@ class HostTier:
         """Return the tokens of a prefix to load, int64, of those that the host has, bool `[N]`. Of
         each part of the prefix that was copied to the host, only the last tokens may be there."""
         tokens, fair_share = live.nonzero()[:, 0], self._fair_share(group)
-        if fair_share is None or len(tokens) <= fair_share:
+        if fair_share is None:
             return tokens
         # The first ones may be sinks.
-        sinks = min(group.reach.sinks, fair_share)
-        return torch.cat((tokens[:sinks], tokens[len(tokens) - (fair_share - sinks) :]))
+        parts = group.reach.resized(fair_share).parts(len(tokens))
+        return torch.cat([tokens[part] for part in parts])
 
     def _fair_share(self, group: KVGroup) -> int | None:
         return group.fair_share(1, self._carried) if group.reach.is_bounded else None
@@ -223,10 +225,11 @@ def _store(host_kv: HostKV, at: Tensor, rows: Tensor, live: Tensor) -> None:
     host_kv.live[at[live]] = True
 
 
-def _last(group: KVGroup) -> slice:
-    """Return the slice of a prefix's tokens that a draft after it can see."""
-    tokens, sinks = group.reach.tokens, group.reach.sinks
-    return slice(None) if tokens is None or sinks else slice(-tokens, None)
+def _visible(reach: Reach, count: int) -> slice:
+    """Return which of `count` tokens, a part of a prefix, a draft right after them can see."""
+    _, last = reach.parts(count)
+    # With sinks, all: which of them are sinks depends on where the part begins.
+    return slice(0, count) if reach.sinks else last
 
 
 def _empty(kv: Tensor, pool_size: int) -> HostKV:
