@@ -27,7 +27,13 @@ def server_parser() -> argparse.ArgumentParser:
 
 def describe_flags(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
     """The rows of the file (`serving.start.server_flags.rows`)."""
-    return [_row(action) for action in parser._actions]
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    only_typed = ConfigArgumentMerger(parser).unsupported_actions.values()
+    return [
+        _row(action) | ({"in_file": False} if action in only_typed else {})
+        for action in parser._actions
+    ]
 
 
 def _row(action: argparse.Action) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from sglang_dflash.common.command_line import explained
 from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.serving.start.flag_file import with_file
 
 FILE = Path(__file__).parent / "server_flags.json"
 # The name of a command line in messages.
@@ -71,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
 def rows() -> Sequence[Mapping[str, Any]]:
     """The rows of the file, one for each setting of the command line: `flags`, all spellings;
     `name` of the field; `takes`, "switch", "on or off" or the `nargs` of argparse; the name
-    of its `type`; and its `choices`."""
+    of its `type`; its `choices`; and `in_file`, false if a file of flags cannot have it."""
     return json.loads(FILE.read_text())
 
 
@@ -119,22 +120,23 @@ def _of_serve(words: list[str]) -> list[str]:
 
 
 def settings_of(command: Sequence[str]) -> dict[str, Any]:
-    """The settings of a command, by name: those that it gives.
+    """The settings of a command, by name: those that it gives, and those of its file of flags.
 
     Raises:
-        ConfigError: a server would refuse it: it has a flag that there is not, or a value that
-            cannot be read.
+        ConfigError: a server would refuse it: it has a flag that there is not, or a value or a file
+            that cannot be read.
     """
     flag_parser = parser()
-    given, others = flag_parser.parse_known_args(after_program(command))
+    words = with_file(after_program(command), rows())
+    given, others = flag_parser.parse_known_args(words)
     if others:
         flag_parser.error(f"unrecognized arguments: {' '.join(others)}")
     return vars(given)
 
 
 def known_settings(command: Sequence[str]) -> dict[str, Any] | None:
-    """The same for a server that may have more flags than ours: what is unknown is left out. None
-    if a value cannot be read."""
+    """The same for a server that may have more flags than ours: what is unknown is left out, and a
+    file of flags is not read. None if a value cannot be read."""
     try:
         return vars(parser().parse_known_args(after_program(command))[0])
     except ConfigError:

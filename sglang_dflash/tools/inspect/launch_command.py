@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.checkpoint.origin import published_draft
 from sglang_dflash.common.command_line import spelled
 from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.serving.start import flag_file
 from sglang_dflash.serving.start.refused import (
     WIDTH_FLAG,
     asked_block,
@@ -68,7 +69,7 @@ _OURS = (
 # With them a command cannot be judged.
 _NOT_JUDGED = {
     "help": "nothing is served with it",
-    "config": "flags of a file are not read here; give them themselves",
+    "config": "a server reads no file that is given so; write --config FILE, as two words",
 }
 _PAIR = ("model_path", "speculative_draft_model_path")
 
@@ -89,7 +90,8 @@ class Launch(NamedTuple):
 
 def is_launch(words: Sequence[str]) -> bool:
     """Return whether the target is given as a server takes it."""
-    return any(word.partition("=")[0] in ("--model-path", "--model") for word in words)
+    flags = ("--model-path", "--model", flag_file.FLAG)
+    return any(word.partition("=")[0] in flags for word in words)
 
 
 def without_own(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:

@@ -50,6 +50,26 @@ def test_a_pasted_command_gives_the_figures_of_our_flags(
         assert json.loads(capsys.readouterr().out) == expected
 
 
+def test_flags_of_a_file_are_the_commands(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    expected, path = inspected(capsys, *OURS), tmp_path / "server.yaml"
+    flags = {"speculative-algorithm": "DFLASH", "tp": 4, "trust-remote-code": True}
+    path.write_text(json.dumps(flags))
+    rest = [word for word in COMMAND[3:] if word != "--trust-remote-code"]
+    rest = rest[: rest.index(ALGORITHM)] + rest[rest.index(ALGORITHM) + 2 :]
+    ways = (["--offline", "--json", "--", *rest], [*rest, "--json", "--offline"])
+    for words in ways:
+        assert cli.main(["inspect", *words, "--config", str(path)]) == 0
+        assert json.loads(capsys.readouterr().out) == expected
+    # The target, too, stands in it.
+    path.write_text(json.dumps(dict.fromkeys(["model-path"], TARGET) | flags))
+    where = rest.index("--model-path")
+    rest = rest[:where] + rest[where + 2 :]
+    assert cli.main(["inspect", "--config", str(path), *rest, "--json", "--offline"]) == 0
+    assert json.loads(capsys.readouterr().out) == expected
+
+
 def test_flags_that_change_the_figures_and_are_not_reckoned_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -79,7 +99,8 @@ REFUSED = {
     "a word too many": (["sglang", "serve", TARGET, "again", *COMMAND[5:]], "again: more than the"),
     "an unknown choice": ([*COMMAND, "--kv-cache-dtype", "fp8_e4m"], "did you mean fp8_e4m3?"),
     "no number": ([*COMMAND, "--tp", "two"], "invalid int value: 'two'"),
-    "a file of flags": ([*COMMAND, "--config", "server.yaml"], "--config: flags of a file are not"),
+    "no file of flags": ([*COMMAND, "--config", "no.yaml"], "'no.yaml'; cannot be read: No such"),
+    "a file that is not read": ([*COMMAND, "--config=server.yaml"], "write --config FILE, as two"),
     "help": ([*COMMAND, "-h"], "--help: nothing is served"),
     "Ray": ([*COMMAND, "--use-ray"], "--use-ray: True; leave it out"),
     "two blocks": (
