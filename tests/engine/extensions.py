@@ -1,9 +1,11 @@
 """Extensions of our worker that make a step harder: ranks that disagree, lengths that only the
-device knows, widths drawn at random, and recorded steps. (Known drafts: oracle.py.)"""
+device knows, drafts that take long, widths drawn at random, and recorded steps. (Known drafts:
+oracle.py.)"""
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,6 +65,21 @@ def no_host_lengths(target_worker: Any) -> Extension:
     del target_worker
     CpuAttentionBackend.needs_cpu_seq_lens = False
     return Extension(observer=NoHostLengths())
+
+
+class SlowDrafts(Drafter):
+    """Blocks that take many times as long as their verification, with one draft that may be
+    right."""
+
+    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Tensor:
+        time.sleep(0.25)
+        block = super().propose(bonus, requests, *how)
+        block[..., 2:] = (block[..., 2:] + 1) % self.model.config.vocab_size
+        return block
+
+
+def slow_drafts(_target_worker: Any) -> Extension:
+    return Extension(make_drafter=SlowDrafts)
 
 
 def recorded_steps(_target_worker: Any) -> Extension:

