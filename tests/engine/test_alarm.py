@@ -66,7 +66,7 @@ def test_the_log_tells_once_that_drafts_do_not_pay(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the times of its own steps; of some use they are, so that no alarm is raised."""
-    while server.dflash().get("verify_steps", 0) < 2 * JUDGED_STEPS:
+    while server.dflash().get("verify_steps", 0) < 4 * JUDGED_STEPS:
         many_steps(server)
     (line,) = [line for line in server.log.read_text().splitlines() if "do not pay" in line]
     assert "drafts do not pay on this traffic: acceptance length" in line and "as a plain" in line
