@@ -2,6 +2,7 @@
 
     python -m experiments gpu_servers --out gpu_servers.json
     python -m experiments gpu_servers --target Qwen/Qwen3.5-27B --flags "--mem-fraction-static 0.88"
+    python -m experiments gpu_servers --variant "adaptive=--speculative-dflash-width adaptive"
 
 Needs SGLang, but neither weights nor a network: weights and prompts are random, and each verify
 step commits a given number of tokens. The servers run one after another with the same flags. A
@@ -69,6 +70,9 @@ class Options:
     rounds: int = setting(2, "measured passes per server and concurrency (default: {default})")
     dtype: str = setting("bfloat16", "default: {default}", choices=("bfloat16", "float16"))
     flags: str = setting("", "of every server, in quotes")
+    variant: tuple[str, ...] = setting(
+        (), "one more server of ours, with further flags; repeat for more", metavar="NAME=FLAGS"
+    )
     start_timeout_s: float = setting(600.0, "for a server to start (default: {default})")
 
 
@@ -83,7 +87,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
         accelerator = torch.cuda.is_available()
         models = {"target": str(target), "draft": str(folder_of("draft", draft, Path(home)))}
         settings = settings_of(options, models, accelerator)
-        arms = servers_of(settings, accelerator)
+        arms = servers_of(settings, options.variant, accelerator)
         vocabulary = TargetGeometry.from_pretrained(target).vocab_size
         result = {
             "target": options.target,
@@ -121,10 +125,24 @@ def settings_of(options: Options, models: dict[str, str], accelerator: bool) -> 
     return replace(settings, server_flags=(*bounds, *shlex.split(options.flags)))
 
 
-def servers_of(settings: BenchSettings, accelerator: bool) -> dict[str, ServerConfig]:
-    """Return the server of each arm. Raises ConfigError if the environment simulates acceptance."""
-    arms = arms_of(settings, accelerator)
-    return {name: arm for name, arm in arms.items() if isinstance(arm, ServerConfig)}
+def servers_of(
+    settings: BenchSettings, variants: Sequence[str], accelerator: bool
+) -> dict[str, ServerConfig]:
+    """Return the server of each arm, then those of the variants. Raises ConfigError if a variant
+    has no name of its own, or the environment simulates acceptance."""
+
+    def started(*names: str) -> dict[str, ServerConfig]:
+        arms = arms_of(replace(settings, arms=names), accelerator)
+        return {name: arm for name, arm in arms.items() if isinstance(arm, ServerConfig)}
+
+    servers, ours = started(*settings.arms), started("dflash")["dflash"]
+    for variant in variants:
+        name, _, flags = variant.partition("=")
+        if not flags.startswith("--") or not name or name in {*servers, *ARMS}:
+            required = 'NAME="--FLAG ...", with a name that no other server has, is required'
+            raise ConfigError("variant", variant, required)
+        servers[name] = replace(ours, extra_args=(*ours.extra_args, *shlex.split(flags)))
+    return servers
 
 
 @dataclass(frozen=True)
@@ -284,9 +302,10 @@ def ratios(servers: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]
         }
 
     drafting = [name for name in servers if name != "ar"]
+    ours = [name for name in drafting if name != "builtin"]
     return {
         "speedup": {name: ratio(name, "ar", "tokens_per_second") for name in drafting},
-        "step_time_ratio": {"dflash": ratio("dflash", "builtin", "step_ms")},
+        "step_time_ratio": {name: ratio(name, "builtin", "step_ms") for name in ours},
     }
 
 
@@ -304,10 +323,10 @@ def table(result: dict[str, Any]) -> list[str]:
         cells = [cell(result, name, level) for level in levels]
         memory = [f"{server[key]:,}" if key in server else "-" for key in ("kv_tokens", "sessions")]
         lines.append(f"| {' | '.join([name, *cells, *memory])} |")
-    steps = result.get("step_time_ratio", {}).get("dflash", {})
-    if steps:
+    for name, steps in result.get("step_time_ratio", {}).items():
         step_times = ", ".join(f"{ratio:.3f} at {level}" for level, ratio in steps.items())
-        lines.append(f"step time, ours / SGLang's worker: {step_times}")
+        if steps:
+            lines.append(f"step time, {name} / SGLang's worker: {step_times}")
     for name, server in result["servers"].items():
         for level, row in server.get("levels", {}).items():
             if row["compiled_while_measured"]:

@@ -118,6 +118,18 @@ def test_all_servers_get_the_same_and_random_prompts(servers: list[Any]) -> None
         assert env == ("4" if "--speculative-algorithm" in flags else None)
 
 
+def test_a_variant_is_ours_with_further_flags(
+    servers: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["gpu_servers", "--arms", "ar", "--concurrency", "1", "--prompt-tokens", "7"]
+    assert runner.main([*argv, "--flags", "--page-size 2", "--variant", "wide=--page-size 4"]) == 0
+    plain, wide = (server.config.args() for server in servers)
+    assert plain[-2:] == ["--page-size", "2"]
+    assert wide[-4:] == ["--page-size", "2", "--page-size", "4"] and "DFLASH" in wide
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(result["servers"]) == {"ar", "wide"} and "1" in result["speedup"]["wide"]
+
+
 def test_a_pass_in_which_a_kernel_is_compiled_is_measured_again(
     servers: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +162,9 @@ def test_what_does_not_start_a_server_is_refused(
         ("--arms", "ar,ours"): "--arms: 'ar,ours'; ",
         ("--concurrency", "0"): "--concurrency: '0'; ",
         ("--simulated-acceptance", "0.5"): "--simulated-acceptance: 0.5; ",
+        ("--variant", "--page-size 2"): "--variant: '--page-size 2'; ",
+        ("--variant", "builtin=--page-size 2"): "--variant: ",
+        ("--variant", "a=--page-size 2", "--variant", "a=--page-size 4"): "--variant: ",
         ("--target", "some/Model"): "--draft: ",
         ("--target", "some/Model", "--draft", "z-lab/Qwen3-8B-DFlash-b16"): "--target: ",
     }.items():
