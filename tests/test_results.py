@@ -19,20 +19,20 @@ CLAIMS = (
     (r"draft answers \*\*(\S+)x as fast as without\*\*", "demo_smollm2_cpu", "speedup"),
     (r"chats (\S+)x, code (\S+)x, edits (\S+)x", "demo_smollm2_cpu",
      "speedup_by_task.chat speedup_by_task.code speedup_by_task.edits"),
-    (r"KV for \*\*(\d+) sessions, (\d+) with SGLang's worker\*\*", "gpu_servers_27b_h200",
-     "servers.dflash.sessions servers.builtin.sessions"),
-    (r"step time over its (\S+) at one request, (\S+) at 8", "gpu_servers_27b_h200",
-     "step_time_ratio.dflash.1 step_time_ratio.dflash.8"),
+    (r"our draft \*\*(\S+)x SGLang's worker\*\* \(mean of nine loads, (\S+)x to (\S+)x; (\S+)x to "
+     r"(\S+)x of plain", "bench_smollm2_h200", "over_builtin_geometric_mean over_builtin.edits_8 "
+     "over_builtin.code_8 over_plain.chat_32 over_plain.code_1"),
+    (r"32 requests: (\S+), with SGLang's worker (\d+)\.", "gpu_servers_27b_defaults_h200",
+     "servers.adaptive.levels.32.tokens_per_second servers.builtin.levels.32.tokens_per_second"),
     (r"\| (\S+)x \| `bash launch/demo\.sh --check` \|", "demo_smollm2_cpu", "speedup"),
     (r"SGLang's worker (\S+ %)\) \| (\S+ %) \| `python -m experiments target_kv_tokens` \|",
      "target_kv_tokens_cpu", "share_of_plain.builtin share_of_plain.bounded"),
-    (r"\| (\S+), (\S+), (\S+) \| `python -m experiments gpu_servers --target Qwen/Qwen3-8B` \|",
-     "gpu_servers_8b_h200",
-     "step_time_ratio.dflash.1 step_time_ratio.dflash.8 step_time_ratio.dflash.32"),
-    (r"SGLang's worker, (\d+) at once: (\d+); plain: (\S+)\) \| (\d+) \| `python -m experiments "
-     r"gpu_servers --target Qwen/Qwen3\.5-27B`", "gpu_servers_27b_h200",
+    (r"\| (\S+)x \| `sglang-dflash bench --target TARGET` \|", "bench_smollm2_h200",
+     "over_builtin_geometric_mean"),
+    (r"SGLang's worker, (\d+) at once: (\d+); fixed width: (\S+)\) \| (\S+) \| `python -m "
+     r"experiments gpu_servers --target Qwen/Qwen3\.5-27B`", "gpu_servers_27b_defaults_h200",
      "servers.builtin.running_requests servers.builtin.levels.32.tokens_per_second "
-     "servers.ar.levels.32.tokens_per_second servers.dflash.levels.32.tokens_per_second"),
+     "servers.dflash.levels.32.tokens_per_second servers.adaptive.levels.32.tokens_per_second"),
 )  # fmt: skip
 
 
