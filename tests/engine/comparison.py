@@ -20,6 +20,7 @@ class Row(NamedTuple):
     Attributes:
         also: checks after each comparison.
         long: of the requests those that only the tier `long` sends.
+        same: compares the server's answers with the plain one's.
     """
 
     server: ServerConfig
@@ -27,6 +28,7 @@ class Row(NamedTuple):
     asked: tuple[Ask, ...]
     also: tuple[Check, ...] = ()
     long: tuple[Ask, ...] = ()
+    same: Callable[[Any, Any], None] = workload.assert_same_outputs
 
 
 # What the plain server is asked in place of these, and the part of its answers that they are.
@@ -56,6 +58,6 @@ def compare(
     """The row's server answers as its plain one."""
     reference, part = PARTS.get(ask, (ask, lambda answers: answers))
     ours, theirs = answers(row.server, ask), part(answers(row.plain, reference))
-    workload.assert_same_outputs(ours, theirs)
+    row.same(ours, theirs)
     for check in row.also:
         check(Seen(row.server, row.plain, ours, theirs, server, servers))

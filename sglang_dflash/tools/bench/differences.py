@@ -14,7 +14,7 @@ from sglang_dflash.tools.bench.load import Answer, BenchPass, Endpoint, SGLang, 
 Runs = dict[tuple[str, int], dict[str, list[BenchPass]]]
 # Rounding may swap tokens whose log-probabilities are this close. In float32, sums over a thousand
 # terms differ in the sixth digit; in 16 bits, logits between 16 and 32 are multiples of 0.125.
-_NEAR_FLOAT32, _NEAR_16_BITS = 1e-3, 0.25
+NEAR_FLOAT32, NEAR_16_BITS = 1e-3, 0.25
 
 
 class Difference(NamedTuple):
@@ -128,7 +128,7 @@ def near_tie(
         }
     except (Failed, LookupError, TypeError, ValueError):  # A server without log-probabilities.
         return None
-    return NearTie(gaps, _NEAR_FLOAT32 if is_float32 else _NEAR_16_BITS)
+    return NearTie(gaps, NEAR_FLOAT32 if is_float32 else NEAR_16_BITS)
 
 
 def _gap(url: str, prompt: Any, answer: list[int]) -> float:
