@@ -1,0 +1,81 @@
+"""The summary of a profiler's trace, and what it is asked for."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import runner, step_profile
+from experiments.step_profile import read_trace, summary
+
+
+def event(cat: str, name: str, ts: float, dur: float = 1.0, at: int | None = None) -> Any:
+    args = {} if at is None else {"correlation": at}
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+
+def note(name: str, ts: float, dur: float) -> Any:
+    return event("user_annotation", name, ts, dur)
+
+
+# A prefill, and two steps of which the second has no end.
+TRACE = [
+    {"ph": "M", "name": "process_name"},
+    note("scheduler.run_batch", 0, 4000),
+    note("step[EXTEND bs=1 toks=512]", 10, 100),
+    event("cuda_runtime", "cudaLaunchKernel", 20, at=1),
+    event("cuda_runtime", "cudaMemcpyAsync", 30, at=2),
+    event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 40, 500, at=2),
+    # It runs in the next iteration, but is this one's.
+    event("kernel", "gemm", 5200, 1500, at=1),
+    note("scheduler.run_batch", 5000, 2000),
+    note("step[VERIFY bs=1]", 5010, 100),
+    event("cuda_runtime", "cudaGraphLaunch", 5020, at=3),
+    event("cuda_driver", "cuLaunchKernelEx", 5030, at=4),
+    event("cuda_runtime", "cudaMalloc", 5040),
+    event("cuda_runtime", "cudaStreamSynchronize", 5050),
+    event("kernel", "attention", 6000, 250, at=3),
+    event("cuda_runtime", "cudaEventSynchronize", 7500),
+    note("scheduler.run_batch", 8000, 2000),
+]
+
+
+def test_an_iteration_has_what_it_launched() -> None:
+    profiled = summary(TRACE[::-1])
+    assert profiled["prefill"] == {
+        "iterations": 1,
+        "host_ms": 4.0,
+        "graph_launches": 0,
+        "kernel_launches": 1,
+        "copies": 1,
+        "waits": 0,
+        "waits_in_run_batch": 0,
+        "allocations": 0,
+        "pageable_copies": 1,
+        "gpu_busy_ms": 2.0,
+    }
+    step = profiled["step"]
+    assert (step["host_ms"], step["gpu_busy_ms"], step["pageable_copies"]) == (2.0, 0.25, 0)
+    assert (step["waits"], step["waits_in_run_batch"], step["allocations"]) == (2, 1, 1)
+    assert (step["graph_launches"], step["kernel_launches"]) == (1, 1)
+
+
+def test_a_trace_that_is_being_written_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = gzip.compress(json.dumps({"traceEvents": TRACE}).encode())
+    path = tmp_path / "profile" / "TP-0.trace.json.gz"
+    path.parent.mkdir()
+    path.write_bytes(whole[:100])
+    monkeypatch.setattr(step_profile.time, "sleep", lambda seconds: path.write_bytes(whole))
+    assert read_trace(tmp_path) == TRACE
+
+
+@pytest.mark.parametrize("argv", [[], ["--base-url", "http://127.0.0.1:1"]])
+def test_a_server_needs_a_name(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.main(["step_profile", *argv]) == 1
+    assert capsys.readouterr().err.startswith("step_profile: --base-url")
