@@ -140,14 +140,14 @@ def summary(events: Iterable[Event]) -> dict[str, dict[str, float]]:
             }
         )
     return {
-        kind: {
+        phase: {
             "iterations": len(measured),
             **{
                 name: round(statistics.median(row[name] for row in measured), 3)
                 for name in measured[0]
             },
         }
-        for kind, measured in rows.items()
+        for phase, measured in rows.items()
         if measured
     }
 
@@ -159,11 +159,11 @@ def named(events: Iterable[Event], *parts: str) -> int:
 
 def table(result: dict[str, Any]) -> list[str]:
     return [
-        f"{name}, {level} at a time, {kind}: {figures['host_ms']:g} ms of the host, "
+        f"{name}, {level} at a time, {phase}: {figures['host_ms']:g} ms of the host, "
         f"{figures['kernel_launches']:g} kernel and {figures['graph_launches']:g} graph launches, "
         f"{figures['copies']:g} copies, {figures['waits']:g} waits "
         f"({figures['waits_in_run_batch']:g} in run_batch), GPU busy {figures['gpu_busy_ms']:g} ms"
         for name, levels in result["servers"].items()
-        for level, kinds in levels.items()
-        for kind, figures in kinds.items()
+        for level, phases in levels.items()
+        for phase, figures in phases.items()
     ]
