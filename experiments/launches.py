@@ -24,6 +24,7 @@ from dflash_kernels import (
     block_attention,
     candidates,
     convolve,
+    draft_source,
     gated_delta_fold,
     largest,
     lookup,
@@ -237,6 +238,10 @@ KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
         scene.lengths, max(scene.lengths)
     ),
     "take_match_kernel": _take_match,
+    "choose_source_kernel": lambda _, args, __: draft_source.choose_traffic(
+        *args[0].shape, drafted=args[4].shape[1]
+    ),
+    "learn_source_kernel": lambda _, args, __: draft_source.learn_traffic(*args[2].shape[1:]),
     "accept_kernel": lambda _, args, __: accept.traffic(*args[0].shape),
 }
 
@@ -280,9 +285,12 @@ class _DraftOps(TorchDispatchMode):
 
 def _of_torch(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> Traffic:
     if name in SCATTERS:
-        named = sum(map(_bytes, inputs[1:]))
-        places = inputs[1].numel() * inputs[0][0].numel() if name != "scatter_" else 0
-        return Traffic(named, places * inputs[0].element_size())
+        named, indices = sum(map(_bytes, inputs[1:])), inputs[1:2]
+        if name == "index_put_":
+            indices = inputs[1:-1]
+        rest = inputs[0][(0,) * len(indices)].numel() if name != "scatter_" else 0
+        places = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
+        return Traffic(named, places * rest * inputs[0].element_size())
     written = sum(map(_bytes, outputs))
     if name in GATHERS:
         return Traffic(sum(map(_bytes, inputs[1:])) + written, written)

@@ -30,7 +30,8 @@ from experiments import recorded
 from sglang_dflash.common.command_line import setting
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.draft_source import DraftSource
+from sglang_dflash.drafting.draft_counters import DraftCounters
+from sglang_dflash.drafting.draft_source import DraftsBySource, DraftSource
 from sglang_dflash.drafting.lookup import SHORTEST_MATCH, seen_before
 from sglang_dflash.drafting.options import Options as DraftOptions
 from sglang_dflash.tools.bench import datasets
@@ -110,7 +111,8 @@ def lookup_if_agreed(long: int) -> Rule:
 
 def learn_source(width: int | None = None) -> Rule:
     """Return a server's rule for one request at a time: `DraftSource`, which learns while used."""
-    source = DraftSource(width or WIDEST, torch.device("cpu"))
+    counters = DraftCounters("cpu")
+    source = DraftSource(width or WIDEST, vocab_size=2**31, counters=counters)
 
     def rule(at: Position) -> list[int]:
         count = len(at.drafts) if width is None else width - 1
@@ -120,12 +122,14 @@ def learn_source(width: int | None = None) -> Rule:
         )
         match = torch.tensor([at.match])
         classes = source.classes(match, drafts, looked_up)
-        proposal = (looked_up if source.looks_up(classes, count) else drafts)[0].tolist()
+        looks_up = source.looks_up(classes, count)
+        proposal = (looked_up if looks_up else drafts)[0].tolist()
         right = count_accepted(proposal, at.continuation)
         # Beyond the text's end, the target's tokens are not known.
         tokens = torch.tensor([pad(at.continuation, count + 1)])
         outcome = Accepted(torch.tensor([right + 1]), tokens, drafts)
-        source.learn(classes, torch.stack((drafts, looked_up)), outcome)
+        by_source = DraftsBySource(torch.stack((drafts, looked_up)), classes, looks_up)
+        source.learn(by_source, outcome)
         return proposal
 
     return rule

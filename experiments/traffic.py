@@ -4,7 +4,8 @@ Drafts of published shapes in bfloat16, on one rank of a GPU with 132 multiproce
 operations and attention. It runs on fake tensors, so on any machine. The bytes of a torch operation
 are what it reads and writes, those of our kernels come from the formula beside each. `absorb`
 projects the hidden states of all block positions; `commit` accepts drafts and finds entries for
-their tokens; `lookup` finds drafts in the requests' own texts.
+their tokens; `lookup` finds drafts in the requests' own texts, chooses between them and the
+draft's, and learns from the outcome.
 
 The floor counts once: every weight, lm_head, the visible K/V of every layer, the input and output
 of every matrix product, and a write and a read of the logits; for a DFlash2 draft also the base
@@ -44,6 +45,7 @@ from sglang_dflash.drafting.noise import LIKELIEST, BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.options import Options as DraftOptions
 from sglang_dflash.drafting.options import ResolvedOptions
+from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.tools.gpu_check.floors import SHAPES, config_of, floors
 
 # Requests, committed tokens of each, window.
@@ -150,14 +152,17 @@ def _step(
     with record_launches(scene) as propose:
         ids = drafter.propose(torch.empty_like(lengths), request_slots, noise)[LIKELIEST]
     tokens = ids.numel()
-    with record_launches(scene) as lookup:
-        model.ops.seen_before(torch.empty_like(lengths), table, request_slots, block - 1)
     hidden = torch.empty(tokens, config.target_hidden_width)
     targets, flat = torch.empty_like(ids), torch.empty(tokens, dtype=torch.int64)
     with record_launches(scene) as commit:
         accepted = model.ops.accept(ids, targets)
         committed = torch.arange(block) < accepted.lengths[:, None]
         entries = [group.cache.place(flat, committed.flatten()) for group in groups]
+    texts = Lookup(table, model.ops, block, config.vocab_size, drafter.counters)
+    with record_launches(scene) as lookup:
+        filled = texts.fill(ids, request_slots, block)
+        texts.write(request_slots.rows[:, None], flat.view(ids.shape), filled)
+        texts.learn(accepted)
     with record_launches(scene) as absorb:
         kv = model.project_context(sanitize(model.context_features(hidden))[0])
         for group, at in zip(groups, entries, strict=True):

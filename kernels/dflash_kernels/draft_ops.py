@@ -11,6 +11,7 @@ from dflash_kernels.accept import accept
 from dflash_kernels.add_rms_norm import add_rms_norm
 from dflash_kernels.candidates import MOST, candidates
 from dflash_kernels.convolve import convolve
+from dflash_kernels.draft_source import choose_source, learn_source
 from dflash_kernels.largest import largest
 from dflash_kernels.lookup import seen_before
 from dflash_kernels.prepare_block import prepare_block
@@ -21,6 +22,7 @@ from dflash_kernels.walk import walk
 from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.draft_source import DraftsBySource, DraftSource
 from sglang_dflash.drafting.kv import Tags
 from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
 from sglang_dflash.drafting.ops import TorchOps
@@ -161,6 +163,16 @@ class TritonOps(TorchOps):
         self, bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
     ) -> tuple[Tensor, Tensor]:
         return seen_before(bonus, texts, requests, count)
+
+    def choose_source(
+        self, source: DraftSource, drafted: Tensor, lengths: Tensor, followed: Tensor, width: int
+    ) -> tuple[Tensor, DraftsBySource]:
+        return choose_source(source, drafted, lengths, followed, width)
+
+    def learn_source(
+        self, source: DraftSource, by_source: DraftsBySource, accepted: Accepted
+    ) -> None:
+        learn_source(source, by_source, accepted)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class DraftCounters:
 
     def __init__(self, device: torch.device | str, pinned: bool | None = None) -> None:
         """`pinned`: whether the host's copy is in pinned memory; by default if there is a GPU."""
-        device = torch.device(device)
+        self.device = device = torch.device(device)
         self._device = torch.zeros(len(DraftCounts._fields), dtype=torch.int64, device=device)
         host = torch.zeros(len(self._device), dtype=torch.int64)
         if pinned is None:
@@ -75,16 +75,11 @@ class DraftCounters:
         self._device[1].add_(seq_lens.clamp(max=entries.shape[1]).sum())
         self._device[2].add_((entries >= 0).sum())
 
-    def add_sources(self, looked_up: Tensor, accepted: Tensor) -> None:
-        """Count a step's drafts by where they came from.
-
-        Args:
-            looked_up: bool `[R]`, whether they were.
-            accepted: int64 `[R]`, drafts of theirs.
-        """
-        for first, mask in ((3, ~looked_up), (5, looked_up)):
-            self._device[first].add_(mask.sum())
-            self._device[first + 1].add_((accepted * mask).sum())
+    @property
+    def by_source(self) -> Tensor:
+        """Steps of a request and their accepted drafts, int64 `[2, 2]`, for `DraftSource.learn` to
+        add to: a row for the draft, and one for lookup."""
+        return self._device[3:].view(2, 2)
 
     def clear(self) -> None:
         """Start again at zero."""

@@ -14,11 +14,14 @@ matches.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted
+from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.lookup import LONGEST_MATCH, SHORTEST_MATCH
 
 DRAFT, LOOKUP = 0, 1
@@ -33,30 +36,73 @@ DECAY = 0.995
 # its steps show otherwise, and a match of 3 tokens or more, or of 2 if the drafts begin alike, is
 # better than a shorter one. In a class of which nothing is known, the draft's figures of all
 # classes count as that many steps.
-_PRIOR_STEPS, _PRIOR_DRAFT, _PRIOR_GOOD, _PRIOR_POOR = 3.0, 0.9, 0.8, 0.4
+PRIOR_STEPS = 3.0
+_PRIOR_DRAFT, _PRIOR_GOOD, _PRIOR_POOR = 0.9, 0.8, 0.4
+
+
+class DraftsBySource(NamedTuple):
+    """The drafts of both sources in one step, and the choice between them.
+
+    Attributes:
+        tokens: int64 `[2, R, W - 1]`.
+        classes: int64 `[R]`, of each request's match, 0 for none.
+        looks_up: bool `[R]`, the requests whose drafts are looked up.
+    """
+
+    tokens: Tensor
+    classes: Tensor
+    looks_up: Tensor
 
 
 class DraftSource:
     """Chooses between the two sources by what was right before, over all requests.
 
     All of it is computed on the device.
+
+    Attributes:
+        totals: float32 `[2, 2, M + 1, B - 1]`, how often a draft was reached, and right: by source,
+            class and position. The last class is that of all steps; only the draft's is read.
+        class_of_length: int64, the class of a match of each number of tokens whose drafts do not
+            begin alike.
+        vocab_size: ids from there on are no tokens.
+        counts: `DraftCounters.by_source`.
     """
 
-    def __init__(self, verify_block: int, device: torch.device) -> None:
+    def __init__(self, verify_block: int, vocab_size: int, counters: DraftCounters) -> None:
         """`verify_block`: B."""
-        share = torch.full((2, CLASSES, 1), _PRIOR_GOOD)
-        share[LOOKUP, 1] = _PRIOR_POOR
-        reached = torch.full((2, CLASSES, verify_block - 1), _PRIOR_STEPS)
+        device, shape = counters.device, (2, CLASSES + 1, verify_block - 1)
+        reached, share = torch.full(shape, PRIOR_STEPS), torch.full(shape, _PRIOR_GOOD)
         # The draft's own prior is what it does in all classes.
-        reached[DRAFT] = 0
-        all_reached = torch.full((verify_block - 1,), _PRIOR_STEPS)
-        # How often a draft was reached, and right: of both sources, by class and position; and of
-        # the draft model, by position.
-        self._totals = torch.stack((reached, reached * share)).to(device)
-        self._draft_totals = torch.stack((all_reached, all_reached * _PRIOR_DRAFT)).to(device)
-        self._class_of_length = _class_of_length().to(device)
+        reached[DRAFT, :CLASSES] = 0
+        share[DRAFT, CLASSES], share[LOOKUP, 1] = _PRIOR_DRAFT, _PRIOR_POOR
+        self.totals = torch.stack((reached, reached * share)).to(device)
+        self.class_of_length = _class_of_length().to(device)
+        self.vocab_size, self.counts = vocab_size, counters.by_source
         self._classes = torch.arange(CLASSES, device=device)
         self._positions = torch.arange(verify_block - 1, device=device)
+
+    def choose(
+        self, drafted: Tensor, lengths: Tensor, followed: Tensor, width: int
+    ) -> tuple[Tensor, DraftsBySource]:
+        """Return the block that a step verifies, int64 `[R, W]`, and the drafts that it was chosen
+        from. Positions after a draft's last token have a token that is rarely accepted.
+
+        Args:
+            drafted: int64 `[R, ...]`, the bonus tokens and the draft's.
+            lengths, followed: see `lookup.seen_before`; `followed` has W - 1 tokens or more.
+            width: W, at least 2.
+        """
+        drafts = drafted[:, 1:width]
+        drafts = F.pad(drafts, (0, width - 1 - drafts.shape[1]))
+        followed = followed[:, : width - 1]
+        # Ids of images are none of the vocabulary.
+        is_token = (followed >= 0) & (followed < self.vocab_size)
+        looked_up = followed.where(is_token, drafts)
+        classes = self.classes(lengths, drafts, looked_up)
+        looks_up = self.looks_up(classes, width - 1)
+        chosen = looked_up.where(looks_up[:, None], drafts)
+        by_source = DraftsBySource(torch.stack((drafts, looked_up)), classes, looks_up)
+        return torch.cat((drafted[:, :1], chosen), 1), by_source
 
     def classes(self, lengths: Tensor, drafts: Tensor, looked_up: Tensor) -> Tensor:
         """The class of each request's match, int64 `[R]`, 0 for none.
@@ -65,15 +111,15 @@ class DraftSource:
             lengths: int64 `[R]`, tokens that agree.
             drafts, looked_up: int64 `[R, W - 1]`, the drafts of both sources.
         """
-        of_length = self._class_of_length[lengths]
+        of_length = self.class_of_length[lengths]
         return of_length + ((of_length > 0) & (drafts[:, 0] == looked_up[:, 0]))
 
     def expected(self, drafts: int) -> Tensor:
         """Expected accepted drafts of a step of that many, by source and class, `[2, M]`."""
-        reached, right = self._totals[..., :drafts]
-        all_reached, all_right = self._draft_totals[..., :drafts]
-        prior = _PRIOR_STEPS * all_right / all_reached
-        draft = (right[DRAFT] + prior) / (reached[DRAFT] + _PRIOR_STEPS)
+        reached, right = self.totals[:, :, :CLASSES, :drafts]
+        all_reached, all_right = self.totals[:, DRAFT, CLASSES, :drafts]
+        prior = PRIOR_STEPS * all_right / all_reached
+        draft = (right[DRAFT] + prior) / (reached[DRAFT] + PRIOR_STEPS)
         shares = torch.stack((draft, right[LOOKUP] / reached[LOOKUP]))
         return shares.cumprod(-1).sum(-1)
 
@@ -82,28 +128,21 @@ class DraftSource:
         draft, lookup = self.expected(drafts)
         return (lookup > draft)[classes] & (classes > 0)
 
-    def learn(self, classes: Tensor, by_source: Tensor, accepted: Accepted) -> None:
-        """Take in which drafts were the target's tokens.
-
-        Args:
-            classes: int64 `[R]`.
-            by_source: int64 `[2, R, W - 1]`.
-            accepted: of the step, whichever of them it verified.
-        """
-        drafts = by_source.shape[2]
+    def learn(self, by_source: DraftsBySource, accepted: Accepted) -> None:
+        """Take in which drafts were the target's tokens, whichever of them the step verified."""
+        tokens, classes, looks_up = by_source
+        drafts = tokens.shape[2]
         is_reached = self._positions[:drafts] < accepted.lengths[:, None]
-        right = (by_source == accepted.tokens[:, :drafts]).cumprod(-1)
+        right = (tokens == accepted.tokens[:, :drafts]).cumprod(-1)
         # A draft was right or wrong where all before it were right.
         reached = F.pad(right, (1, 0), value=1)[..., :-1]
         observed = torch.stack((reached, right)) * is_reached
-        of_class = classes == self._classes[:, None]  # [M, R]
-        counts = of_class.float() @ observed.float()
-        for totals, new in (
-            (self._totals, counts),
-            (self._draft_totals, counts[:, DRAFT].sum(1)),
-        ):
-            decay = torch.where(new[0] > 0, DECAY, 1.0)
-            totals[..., :drafts].mul_(decay).add_(new)
+        of_class = F.pad(classes == self._classes[:, None], (0, 0, 0, 1), value=True)  # [M + 1, R]
+        new = of_class.float() @ observed.float()
+        decay = torch.where(new[0] > 0, DECAY, 1.0)
+        self.totals[..., :drafts].mul_(decay).add_(new)
+        taken = torch.stack((torch.ones_like(accepted.lengths), accepted.lengths - 1), 1)
+        self.counts.index_add_(0, looks_up.long(), taken)
 
 
 def _class_of_length() -> Tensor:

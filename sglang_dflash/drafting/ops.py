@@ -19,6 +19,7 @@ from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting import acceptance
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
+from sglang_dflash.drafting.draft_source import DraftsBySource, DraftSource
 from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.lookup import seen_before
 from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
@@ -233,6 +234,18 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor]:
         """`lookup.seen_before`."""
         return seen_before(bonus, texts, requests, count)
+
+    def choose_source(
+        self, source: DraftSource, drafted: Tensor, lengths: Tensor, followed: Tensor, width: int
+    ) -> tuple[Tensor, DraftsBySource]:
+        """`DraftSource.choose`."""
+        return source.choose(drafted, lengths, followed, width)
+
+    def learn_source(
+        self, source: DraftSource, by_source: DraftsBySource, accepted: Accepted
+    ) -> None:
+        """`DraftSource.learn`."""
+        source.learn(by_source, accepted)
 
 
 def candidate_scores(

@@ -12,13 +12,16 @@ from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import WHOLE_CONTEXT
 from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
+from sglang_dflash.drafting.draft_counters import DraftCounters
+from sglang_dflash.drafting.draft_source import CLASSES, DraftsBySource, DraftSource
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import Tags, store_
-from sglang_dflash.drafting.lookup import SHORTEST_MATCH
+from sglang_dflash.drafting.lookup import LONGEST_MATCH, SHORTEST_MATCH
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import COUPLED, BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
@@ -201,7 +204,8 @@ def _used(lengths: Tensor, followed: Tensor) -> Sequence[Tensor]:
 def op_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
     """The operations of a step, and those of the head; `check_ops` has the arguments."""
     of_head = model.head.check_cases(RandomInputs(model), REQUESTS, block)
-    return _step_cases(model, block, verify_block) | of_head
+    of_lookup = _lookup_cases(model, block, verify_block)
+    return _step_cases(model, block, verify_block) | of_lookup | of_head
 
 
 def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
@@ -224,7 +228,6 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
     owner = draw.ints(0, 2 * CONTEXT, CONTEXT + 1).int()
     bonus = draw.ints(0, 4096, REQUESTS)
     drafts, target = (draw.ints(0, 2, REQUESTS, verify_block) for _ in range(2))
-    texts = draw.ints(0, 3, REQUESTS + 1, 2 * CONTEXT).int()
     # With a greedy request.
     temperatures = draw.ints(0, 2, REQUESTS).float()
     logits = draw.floats(REQUESTS * (block - 1), 4096)
@@ -258,11 +261,46 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         # Of scores that are equal but for rounding, either token is right.
         "largest": lambda ops: ops.largest(logits, noise, 0)[:1],
         "accept": lambda ops: ops.accept(drafts, target),
-        "seen_before": lambda ops: _used(
-            *ops.seen_before(drafts[:, 0].contiguous(), texts, requests, verify_block - 1)
-        ),
     }
     return cases
+
+
+def _lookup_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
+    """The operations of lookup."""
+    draw, positions = RandomInputs(model), verify_block - 1
+    rows, seq_lens = draw.ints(0, REQUESTS, REQUESTS), draw.ints(1, CONTEXT, REQUESTS)
+    texts = draw.ints(0, 3, REQUESTS, 2 * CONTEXT).int()
+    requests = RequestSlots(texts, rows, seq_lens, CONTEXT)
+    drafted, followed = draw.ints(0, 2, REQUESTS, block), draw.ints(-1, 2, REQUESTS, positions)
+    lengths = draw.ints(0, LONGEST_MATCH + 1, REQUESTS)
+    target, looks_up = draw.ints(0, 2, REQUESTS, verify_block), draw.ints(0, 2, REQUESTS) > 0
+    of_both = draw.ints(0, 2, 2, REQUESTS, positions)
+    by_source = DraftsBySource(of_both, draw.ints(0, CLASSES, REQUESTS), looks_up)
+    accepted = accept(torch.cat((target[:, :1], of_both[0]), 1), target)
+    shares = draw.ints(1, 9, 2, CLASSES + 1, positions) / 8
+    totals = 40 * torch.stack((torch.ones_like(shares), shares))
+
+    def source() -> DraftSource:
+        made = DraftSource(verify_block, model.config.vocab_size, DraftCounters(draw.device))
+        made.totals.copy_(totals)
+        return made
+
+    def choose(ops: TorchOps) -> Sequence[Tensor]:
+        chosen, drafts = ops.choose_source(source(), drafted, lengths, followed, verify_block)
+        return chosen, *drafts
+
+    def learn(ops: TorchOps) -> Sequence[Tensor]:
+        learned = source()
+        ops.learn_source(learned, by_source, accepted)
+        return learned.totals, learned.counts
+
+    return {
+        "seen_before": lambda ops: _used(
+            *ops.seen_before(drafted[:, 0].contiguous(), texts, requests, positions)
+        ),
+        "choose_source": choose,
+        "learn_source": learn,
+    }
 
 
 def _compare(name: str, got: Any, expected: Tensor, computed_in: torch.dtype | None = None) -> None:

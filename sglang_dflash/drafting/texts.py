@@ -5,28 +5,17 @@ Letters in shapes: R requests; W positions of a step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
-from sglang_dflash.drafting.draft_source import DraftSource
+from sglang_dflash.drafting.draft_source import DraftsBySource, DraftSource
 from sglang_dflash.drafting.ops import TorchOps
 
 # What stands for ids that the table does not hold, such as hashes of images.
 _NO_TOKEN = 2**31 - 1
-
-
-class _Step(NamedTuple):
-    """Attributes: see `DraftSource.learn` and `DraftSource.looks_up`."""
-
-    classes: Tensor
-    by_source: Tensor
-    looks_up: Tensor
 
 
 class Lookup:
@@ -51,11 +40,11 @@ class Lookup:
             counters: the drafter's.
         """
         self.texts = torch.zeros_like(req_to_token, dtype=torch.int32)
-        self._source = DraftSource(verify_block, req_to_token.device)
+        self._source = DraftSource(verify_block, vocab_size, counters)
         # Always as many: a kernel is compiled for their number.
         self._count = verify_block - 1
-        self._ops, self._vocab_size, self._counters = ops, vocab_size, counters
-        self._step: _Step | None = None
+        self._ops = ops
+        self._step: DraftsBySource | None = None
 
     def write(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Enter tokens. Of a block it may be drafts, too: those that are not accepted are
@@ -68,27 +57,18 @@ class Lookup:
 
     def fill(self, drafted: Tensor, requests: RequestSlots, width: int) -> Tensor:
         """Return the block that a step verifies, int64 `[R, W]`: the draft's, or what the text has
-        held. Positions after a draft's last token have a token that is rarely accepted.
+        held.
 
         Args:
             drafted: int64 `[R, B]`, the bonus tokens and the draft's.
             width: W, at least 2.
         """
-        bonus, drafts = drafted[:, 0].contiguous(), drafted[:, 1:width]
-        drafts = F.pad(drafts, (0, width - 1 - drafts.shape[1]))
-        lengths, followed = self._ops.seen_before(bonus, self.texts, requests, self._count)
-        followed = followed[:, : width - 1]
-        # Ids of images are none of the vocabulary.
-        is_token = (followed >= 0) & (followed < self._vocab_size)
-        looked_up = followed.where(is_token, drafts)
-        classes = self._source.classes(lengths, drafts, looked_up)
-        looks_up = self._source.looks_up(classes, width - 1)
-        self._step = _Step(classes, torch.stack((drafts, looked_up)), looks_up)
-        return torch.cat((bonus[:, None], looked_up.where(looks_up[:, None], drafts)), 1)
+        bonus = drafted[:, 0].contiguous()
+        match = self._ops.seen_before(bonus, self.texts, requests, self._count)
+        block, self._step = self._ops.choose_source(self._source, drafted, *match, width)
+        return block
 
     def learn(self, accepted: Accepted) -> None:
         """Take in what was accepted of the block."""
         if self._step is not None:
-            classes, by_source, looks_up = self._step
-            self._counters.add_sources(looks_up, accepted.lengths - 1)
-            self._source.learn(classes, by_source, accepted)
+            self._ops.learn_source(self._source, self._step, accepted)

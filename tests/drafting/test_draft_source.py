@@ -7,9 +7,17 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted, accept
-from sglang_dflash.drafting.draft_source import CLASSES, DRAFT, LOOKUP, DraftSource
+from sglang_dflash.drafting.draft_counters import DraftCounters
+from sglang_dflash.drafting.draft_source import (
+    CLASSES,
+    DRAFT,
+    LOOKUP,
+    DraftsBySource,
+    DraftSource,
+)
 from sglang_dflash.drafting.lookup import LONGEST_MATCH
 
 BLOCK = 6
@@ -23,12 +31,22 @@ def verified(blocks: list[list[int]], texts: list[list[int]]) -> Accepted:
     return accept(block, torch.cat((tokens, tokens[:, -1:]), 1))
 
 
+def fresh() -> DraftSource:
+    return DraftSource(BLOCK, 100, DraftCounters("cpu"))
+
+
+def learn(source: DraftSource, classes: Tensor, tokens: Tensor, accepted: Accepted) -> None:
+    """Let it take in a step with these drafts of both sources."""
+    looks_up = torch.zeros_like(classes, dtype=torch.bool)
+    source.learn(DraftsBySource(tokens, classes, looks_up), accepted)
+
+
 def poor_draft() -> DraftSource:
     """Return a source whose draft was wrong in a few steps without a match."""
-    source = DraftSource(BLOCK, torch.device("cpu"))
+    source = fresh()
     drafts = torch.zeros(2, 1, 5, dtype=torch.int64)
     for _ in range(3):
-        source.learn(torch.tensor([0]), drafts, verified([[0] * 5], [[9] * 5]))
+        learn(source, torch.tensor([0]), drafts, verified([[0] * 5], [[9] * 5]))
     return source
 
 
@@ -43,19 +61,19 @@ def test_a_long_match_is_taken_before_its_class_is_known(length: int) -> None:
     assert int(classes.max()) < CLASSES
     taken = source.looks_up(classes, drafts=5).tolist()
     assert taken == [length >= 2, length >= 3]
-    assert not DraftSource(BLOCK, torch.device("cpu")).looks_up(classes, drafts=5).any()
+    assert not fresh().looks_up(classes, drafts=5).any()
 
 
 def test_both_sources_are_judged_by_one_step() -> None:
     """The draft is right in one place more than what was looked up, and verified: both are known.
     Of what no step reached nothing is."""
-    source = DraftSource(BLOCK, torch.device("cpu"))
+    source = fresh()
     before = source.expected(5)
     text = [7, 8, 9, 10, 11]
     drafted, seen = [7, 8, 0, 10, 11], [7, 0, 9, 10, 11]
     classes = torch.tensor([4])
-    source.learn(classes, torch.tensor([[drafted], [seen]]), verified([drafted], [text]))
-    reached, right = source._totals[:, :, 4]
+    learn(source, classes, torch.tensor([[drafted], [seen]]), verified([drafted], [text]))
+    reached, right = source.totals[:, :, 4]
     assert reached[DRAFT].tolist() == [1, 1, 1, 0, 0] and right[DRAFT].tolist() == [1, 1, 0, 0, 0]
     assert (reached[LOOKUP] - 3).gt(0).tolist() == [True, True, False, False, False]
     others = [i for i in range(CLASSES) if i != 4]
@@ -68,7 +86,7 @@ def test_a_good_draft_is_known_before_a_class_is_seen() -> None:
     assert source.looks_up(unseen, 5).tolist() == [True]
     drafts = torch.tensor([[[1, 2, 3, 4, 5]], [[0, 0, 0, 0, 0]]])
     for _ in range(20):
-        source.learn(torch.tensor([0]), drafts, verified([[1, 2, 3, 4, 5]], [[1, 2, 3, 4, 5]]))
+        learn(source, torch.tensor([0]), drafts, verified([[1, 2, 3, 4, 5]], [[1, 2, 3, 4, 5]]))
     assert source.looks_up(unseen, 5).tolist() == [False]
 
 
@@ -77,7 +95,7 @@ def test_the_better_source_is_found_whichever_is_verified() -> None:
     rng, steps = random.Random(3), 3000
     chances = {2: (0.9, 0.5), 5: (0.4, 0.8), 6: (0.85, 0.8)}
     for always in (DRAFT, LOOKUP, None):
-        source = DraftSource(BLOCK, torch.device("cpu"))
+        source = fresh()
         for _ in range(steps):
             classes = torch.tensor(list(chances))
             text = [[rng.randrange(9) for _ in range(5)] for _ in chances]
@@ -91,7 +109,7 @@ def test_the_better_source_is_found_whichever_is_verified() -> None:
             taken = source.looks_up(classes, 5).tolist()
             which = [int(t) if always is None else always for t in taken]
             blocks = [pairs[w][row] for row, w in enumerate(which)]
-            source.learn(classes, torch.tensor(pairs), verified(blocks, text))
+            learn(source, classes, torch.tensor(pairs), verified(blocks, text))
         expected = source.expected(5)
         for name, both in chances.items():
             for of, chance in enumerate(both):
@@ -102,22 +120,23 @@ def test_the_better_source_is_found_whichever_is_verified() -> None:
 
 def test_a_narrow_step_counts_its_own_positions() -> None:
     """Lookup is better in the first place, the draft over all."""
-    source = DraftSource(BLOCK, torch.device("cpu"))
+    source = fresh()
     classes = torch.tensor([3])
     for i in range(400):
         text = [[1, 2, 3, 4, 5]]
         drafted = [[1, 2, 3, 4, 5] if i % 4 else [0, 2, 3, 4, 5]]
         seen = [[1, 0, 0, 0, 0]]
-        source.learn(classes, torch.tensor([drafted, seen]), verified(drafted, text))
+        learn(source, classes, torch.tensor([drafted, seen]), verified(drafted, text))
     assert source.looks_up(classes, 1).tolist() == [True]
     assert source.looks_up(classes, 5).tolist() == [False]
 
 
 def test_what_no_step_reaches_for_long_stays_known() -> None:
     """Nothing decays to 0 / 0."""
-    source = DraftSource(BLOCK, torch.device("cpu"))
+    source = fresh()
     for _ in range(20_000):
-        source.learn(
+        learn(
+            source,
             torch.tensor([1]),
             torch.zeros(2, 1, 5, dtype=torch.int64),
             verified([[0] * 5], [[9] * 5]),

@@ -33,8 +33,8 @@ from tests.drafting.test_recording import DFLASH2, MIXED, drafter_of, table
 from tests.recording import OpRecorder
 
 OPS = ["add_rms_norm", "qk_norm_rope", "silu_mul", "write_context", "slot_table",
-       "prepare_block", "largest", "accept", "seen_before", "convolve", "candidates",
-       "walk"]  # fmt: skip
+       "prepare_block", "largest", "accept", "seen_before", "choose_source",
+       "learn_source", "convolve", "candidates", "walk"]  # fmt: skip
 BLOCK = 4
 
 
@@ -53,6 +53,9 @@ class Other:
             out = right(*args, **kwargs)
             if name == "write_context":
                 args[0][7] += self._change
+                return out
+            if name == "learn_source":
+                args[0].totals += self._change
                 return out
             parts = [out] if isinstance(out, Tensor) else list(out)
             parts[0] = parts[0] + (self._change if parts[0].is_floating_point() else 1)

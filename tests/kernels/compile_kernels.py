@@ -29,6 +29,7 @@ from dflash_kernels import (
     block_attention,
     candidates,
     convolve,
+    draft_source,
     gated_delta_fold,
     largest,
     lookup,
@@ -44,18 +45,21 @@ from triton.runtime.jit import JITFunction
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.published import shipped
+from sglang_dflash.drafting.draft_source import CLASSES, DECAY, PRIOR_STEPS
 from tests.kernels.instructions import WARP, executed
 
 CAPABILITIES = (80, 90, 100, 120)
 TABLE = Path(__file__).with_name("registers.json")
 # Pointers that are neither to floats nor to int64.
 INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner", "p_texts"}
-BOOL = {"p_in_use", "p_taken"}
+BOOL = {"p_in_use", "p_taken", "p_looks_up"}
 INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_source",
          "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_seeds", "p_tokens", "p_keys",
-         "p_columns", "p_found"}  # fmt: skip
+         "p_columns", "p_found", "p_drafted", "p_followed", "p_classes", "p_class_of_length",
+         "p_counts"}  # fmt: skip
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
-FLOAT32 = {"p_best", "p_temperatures", "p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log"}
+FLOAT32 = {"p_best", "p_temperatures", "p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log",
+           "p_totals"}  # fmt: skip
 # Qwen3.5-27B's heads, without a convolution bias.
 GATED_DELTA = {"H": 16, "HV": 48, "K": 128, "V": 128, "W": 4, "BLOCK_K": 128, "HAS_BIAS": False,
                "p_bias": None}  # fmt: skip
@@ -190,6 +194,23 @@ def step_cases(config: DraftConfig) -> list[Case]:
     return [
         Case(f"prepare_block b{block}", prepare_block.prepare_block_kernel, sizes),
         Case(f"take_match b{following}", lookup.take_match_kernel, taken, options=one_warp),
+        *source_cases(block),
+    ]
+
+
+def source_cases(block: int) -> list[Case]:
+    """Return the kernels that choose between drafts and looked-up drafts, and learn from it."""
+    drafts = block - 1
+    shape = {"P": drafts, "BLOCK_P": triton.next_power_of_2(drafts)}
+    shape |= {"CLASSES": CLASSES}
+    chooses = {**shape, "PRIOR_STEPS": PRIOR_STEPS}
+    learns = {**shape, "DECAY": DECAY, "BLOCK_R": draft_source.BLOCK_R}
+    options = {"num_warps": 1}
+    return [
+        Case(
+            f"choose_source b{block}", draft_source.choose_source_kernel, chooses, options=options
+        ),
+        Case(f"learn_source b{block}", draft_source.learn_source_kernel, learns),
     ]
 
 

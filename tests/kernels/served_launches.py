@@ -37,6 +37,7 @@ from sglang_dflash.checkpoint.draft_config import WHOLE_CONTEXT, DraftConfig, La
 from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
+from sglang_dflash.drafting.draft_source import DraftSource
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter, column_buckets
 from sglang_dflash.drafting.heads.head import TargetHead
@@ -144,6 +145,7 @@ def replay_of() -> Replay:
 def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
     """Steps of batches of any size, and prompts of any length."""
     block, table = CONFIG.block_size, drafter._table
+    source = DraftSource(block, CONFIG.vocab_size, drafter.counters)
     for count in REQUESTS:
         rows = torch.arange(count)
         ids = torch.zeros(count, block, dtype=torch.int64)
@@ -157,7 +159,10 @@ def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
         drafter._drafter.propose(accepted.bonus, requests, noise)
         drafter._drafter.propose(accepted.bonus, requests)
         newest = ids[:, 0].contiguous()
-        ops.seen_before(newest, table[:, : COLUMNS - 7], requests, ids.shape[1] - 1)
+        match = ops.seen_before(newest, table[:, : COLUMNS - 7], requests, block - 1)
+        for width in (3, block):
+            _, drafts = ops.choose_source(source, ids, *match, width)
+            ops.learn_source(source, drafts, ops.accept(ids[:, :width], ids[:, :width].clone()))
         replay.commit(accepted.lengths, None)
         replay.commit(accepted.lengths, Checkpoints(rows, rows))
     width = CONFIG.target_hidden_width

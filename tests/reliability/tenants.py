@@ -17,6 +17,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
+from sglang_dflash.drafting.draft_source import CLASSES, DRAFT
 from sglang_dflash.serving.step.batch import GenerationBatchResult
 from tests.serving.batches import request_of
 from tests.serving.in_process import COLUMNS, ROWS, SLOTS, VOCAB, decode_of, prefill_of, worker_of
@@ -33,8 +34,15 @@ def noise(*key: int, size: int) -> Tensor:
 def fix_the_choice(lookup: Any) -> None:
     """Let the choice between the draft and lookup depend on the match only, as after a poor draft.
     It learns from all requests otherwise."""
-    lookup._source._draft_totals[1] *= 0.1
-    lookup._source.learn = lambda *_: None
+    source, learn = lookup._source, lookup._source.learn
+    source.totals[1, DRAFT, CLASSES] *= 0.1
+    totals = source.totals.clone()
+
+    def count_only(*step: Any) -> None:
+        learn(*step)
+        source.totals.copy_(totals)
+
+    source.learn = count_only
 
 
 class SecretTarget:

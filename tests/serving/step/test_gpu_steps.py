@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from dflash_kernels.draft_ops import TritonOps
 from sglang.srt.layers import sampler as sglangs
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
+from experiments.launches import StepContents, record_launches
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.lookup import LONGEST_MATCH
+from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.width import AdaptiveWidth
 from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
 from sglang_dflash.serving.hybrid.rollback import Replay, ReplayOps
@@ -54,11 +58,15 @@ WORKERS = pytest.mark.parametrize(
 )
 
 
-def found_at_the_start(
-    bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
-) -> tuple[Tensor, Tensor]:
-    """Match as if all newest tokens stood before a text's first tokens, too."""
-    return torch.full_like(bonus, LONGEST_MATCH), texts[requests.rows, :count].long()
+class MatchAtTheStart(TorchOps):
+    """Torch's operations but for the search, whose twin is for a CPU: it reads how many places
+    agree."""
+
+    def seen_before(
+        self, bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Match as if all newest tokens stood before a text's first tokens, too."""
+        return torch.full_like(bonus, LONGEST_MATCH), texts[requests.rows, :count].long()
 
 
 @WORKERS
@@ -69,13 +77,32 @@ def test_a_decode_step_copies_nothing_and_reads_nothing(
     worker, batch = worker_of(window, "cuda", looks_up=looks_up), decode_of(LENGTHS, "cuda")
     worker.drafter.counters = DraftCounters("cuda", pinned=True)
     if looks_up:
-        # In place of the kernel: its twin is for a CPU, and reads how many places agree.
-        worker.lookup._ops = SimpleNamespace(seen_before=found_at_the_start)
+        worker.lookup._ops = MatchAtTheStart()
     gpu.crossings.clear()
     result = worker.forward_batch_generation(batch)
     # The counters of the draft, which the host reads a step later.
     assert gpu.crossings == [Crossing("copy_", waits=False)]
     assert result.next_token_ids.shape == (len(LENGTHS) * worker.verify_block,)
+
+
+def launches_of_a_step(looks_up: bool) -> Counter[str]:
+    """Return the launches by name. Operations of lookup are kernels, others torch's."""
+    worker, batch = worker_of(None, "cuda", looks_up=looks_up), decode_of(LENGTHS, "cuda")
+    worker.drafter.counters = DraftCounters("cuda", pinned=True)
+    if looks_up:
+        worker.lookup._ops = TritonOps()
+    with record_launches(StepContents(LENGTHS)) as launches:
+        worker.forward_batch_generation(batch)
+    return Counter(launch.name for launch in launches)
+
+
+def test_lookup_adds_few_launches_to_a_step(gpu: FakeCuda) -> None:
+    """Each costs the host more than the GPU."""
+    added = launches_of_a_step(looks_up=True) - launches_of_a_step(looks_up=False)
+    search = dict.fromkeys(("find_match_kernel", "take_match_kernel", "clone"), 1)
+    choice = dict.fromkeys(("choose_source_kernel", "learn_source_kernel"), 1)
+    written = dict.fromkeys(("clamp", "to_copy", "index_put_"), 1)
+    assert added == {**search, **choice, **written}
 
 
 def test_the_block_is_read_for_grammars_before_the_target_computes(
