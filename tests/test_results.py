@@ -27,8 +27,8 @@ CLAIMS = (
     (r"\| (\S+)x \| `bash launch/demo\.sh --check` \|", "demo_smollm2_cpu", "speedup"),
     (r"SGLang's worker (\S+ %)\) \| (\S+ %) \| `python -m experiments target_kv_tokens` \|",
      "target_kv_tokens_cpu", "share_of_plain.builtin share_of_plain.bounded"),
-    (r"\| (\S+)x \| `sglang-dflash bench --target TARGET` \|", "bench_smollm2_h200",
-     "over_builtin_geometric_mean"),
+    (r"\| (\S+)x \| `sglang-dflash bench --target TARGET --base-url plain=URL` \|",
+     "bench_smollm2_h200", "over_builtin_geometric_mean"),
     (r"SGLang's worker, (\d+) at once: (\d+); fixed width: (\S+)\) \| (\S+) \| `python -m "
      r"experiments gpu_servers --target Qwen/Qwen3\.5-27B`", "gpu_servers_27b_defaults_h200",
      "servers.builtin.running_requests servers.builtin.levels.32.tokens_per_second "
