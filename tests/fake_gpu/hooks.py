@@ -214,11 +214,17 @@ def internal_state(module: Any) -> None:
     owner._add_memory_usage = add_memory_usage
 
 
+def breakable_graphs(module: Any) -> None:
+    """They ask the CUDA runtime whether a stream that was forked is captured."""
+    module._is_stream_capturing = lambda stream: GPU.capture is not None
+
+
 def pynccl(module: Any) -> None:
     module.PyNcclCommunicator = GlooCommunicator
 
 
 ATTENTION = "sglang.kernels.ops.attention"
+BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
 HOOKS: dict[str, Hook] = {
     "sglang.kernels.jit.utils.compile.loader": jit_loader,
     "flashinfer": flashinfer_attention,
@@ -233,6 +239,7 @@ HOOKS: dict[str, Hook] = {
     "dflash_kernels.draft_ops": draft_ops,
     "dflash_kernels.draft_attention": draft_attention,
     "sglang.srt.distributed.device_communicators.pynccl": pynccl,
+    f"{BREAKABLE}.breakable_cuda_graph": breakable_graphs,
     "sglang.srt.managers.scheduler_components.internal_state": internal_state,
 }
 

@@ -153,6 +153,10 @@ HYBRID_SNAPSHOT = HYBRID_REPLAY.named("gpu-hybrid-snapshot").having(
 HYBRID_BUILTIN = HYBRID_REPLAY.named("gpu-hybrid-builtin").having(
     speculative_dflash_worker="builtin"
 )
+# With graphs of prefills of up to 128 tokens.
+GRAPHS: dict[str, Any] = {"cuda_graph_backend_prefill": None, "cuda_graph_max_bs_prefill": 128}
+HYBRID_GRAPHS = HYBRID_REPLAY.named("gpu-hybrid-prefill-graphs").having(**GRAPHS)
+HYBRID_BUILTIN_GRAPHS = HYBRID_BUILTIN.named("gpu-hybrid-builtin-prefill-graphs").having(**GRAPHS)
 # All of it in float32, which SGLang's own prefill kernels refuse, and compared with the CPU engine:
 # prompts in chunks, and requests that are retracted.
 HYBRID_REFERENCE = cpu.PLAIN.named("gpu-hybrid-reference").having(
