@@ -4,10 +4,10 @@
     python -m experiments gpu_servers --target Qwen/Qwen3.5-27B --flags "--mem-fraction-static 0.88"
     python -m experiments gpu_servers --variant "adaptive=--speculative-dflash-width adaptive"
 
-Needs SGLang, but neither weights nor a network: weights and prompts are random, and each verify
-step commits a given number of tokens. The servers run one after another with the same flags. A
-server that fails is reported with the end of its log, and the others still run. --out is written
-after each server.
+Needs SGLang, but neither weights nor a network: weights and prompts are random, the same for all
+servers, and each verify step commits a given number of tokens. The servers run one after another
+with the same flags. A server that fails is reported with the end of its log, and the others still
+run. --out is written after each server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.shapes import context_of, folder_of
+from experiments.shapes import context_of, folder_of, write_draft_weights
 from sglang_dflash.checkpoint.origin import published_draft
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.common.command_line import setting
@@ -86,6 +86,8 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
         target = folder_of("target", options.target, Path(home))
         accelerator = torch.cuda.is_available()
         models = {"target": str(target), "draft": str(folder_of("draft", draft, Path(home)))}
+        if Path(models["draft"]).parent == Path(home):
+            write_draft_weights(Path(models["draft"]))
         settings = settings_of(options, models, accelerator)
         arms = servers_of(settings, options.variant, accelerator)
         vocabulary = TargetGeometry.from_pretrained(target).vocab_size
@@ -118,6 +120,9 @@ def settings_of(options: Options, models: dict[str, str], accelerator: bool) -> 
     requests = max(settings.levels)
     # SGLang's default depends on the worker, so all servers get the same flag.
     bounds = ["--skip-tokenizer-init", "--max-running-requests", str(requests)]
+    if any(Path(models["draft"]).glob("*.safetensors")):
+        # So that both workers draft, and verify, the same tokens: see `write_draft_weights`.
+        bounds += ["--speculative-draft-load-format", "auto"]
     # SGLang's worker refuses a draft that was made for shorter contexts than the target.
     context = context_of(map(Path, models.values()))
     if context is not None:

@@ -40,6 +40,22 @@ def folder_of(role: str, name: str, home: Path) -> Path:
     return folder
 
 
+def write_draft_weights(folder: Path) -> None:
+    """Give a draft's folder random weights, normal with standard deviation 0.02; norms are 1.
+
+    With SGLang's own dummy weights (norms, too, of at most 0.001) its worker drafts one token for
+    every position, request and step. A GPU takes less power to verify equal rows, and clocks
+    higher.
+    """
+    import torch
+
+    from sglang_dflash.drafting.weights import load_model, save_model
+
+    config = json.loads((folder / "config.json").read_text())
+    model = load_model(folder, dtype=torch.bfloat16, dummy=True)
+    save_model(model, config, folder, torch.bfloat16)
+
+
 def context_of(folders: Iterable[Path]) -> int | None:
     """Return the longest context that all of these models support, in tokens; None if no config
     names it."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from experiments.shapes import folder_of
+from experiments.shapes import folder_of, write_draft_weights
 from sglang_dflash.checkpoint.origin import published_draft
 from tests.fake_gpu.gpu import MEMORY_GIB
 from tests.fake_gpu.hooks import TWINS
@@ -52,6 +52,7 @@ def test_every_server_answers(tmp_path: Path) -> None:
             ("target", "draft"), (target, published_draft(target)), DENSE, strict=True
         )
     ]
+    write_draft_weights(models[1])
     arms, out = ("dflash", "ar", "builtin"), tmp_path / "out.json"
     command = [sys.executable, "-W", "ignore", "-m", "tests.fake_gpu"]
     command += ["experiments", "gpu_servers", "--target", models[0], "--draft", models[1]]
@@ -64,6 +65,7 @@ def test_every_server_answers(tmp_path: Path) -> None:
     servers = json.loads(out.read_text())["servers"]
     assert tuple(servers) == arms
     for name, server in servers.items():
+        assert "--speculative-draft-load-format" in server["flags"]
         assert server["kv_tokens"] > 100_000 and "H100" in server["device"]
         for level in server["levels"].values():
             assert level["acceptance_length"] == (None if name == "ar" else 4.0)

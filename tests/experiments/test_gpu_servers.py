@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from experiments import gpu_servers, runner
@@ -19,13 +20,14 @@ from experiments.gpu_servers import (
     step_ms,
     steps_without_prefills,
 )
-from experiments.shapes import context_of, folder_of
+from experiments.shapes import context_of, folder_of, write_draft_weights
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.origin import published_draft
 from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.common.errors import ConfigError, Failed
 from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.tools.bench.load import Answer
 from sglang_dflash.tools.bench.server import ServerConfig
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
@@ -66,6 +68,11 @@ class FakeServer(Started):
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    def little(folder: Path) -> None:
+        (folder / "model.safetensors").touch()
+
+    # The weights of a published draft are gigabytes.
+    monkeypatch.setattr(gpu_servers, "write_draft_weights", little)
     monkeypatch.setattr(gpu_servers, "Server", FakeServer)
     monkeypatch.setattr(Started, "made", [])
     return Started.made
@@ -274,3 +281,24 @@ def test_folders_have_the_published_shapes(tmp_path: Path) -> None:
         folder_of("draft", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", tmp_path)
     own = demo_pair("dense").target
     assert folder_of("target", str(own), tmp_path) == own
+
+
+def test_a_draft_gets_the_weights_that_our_worker_makes_up(tmp_path: Path) -> None:
+    """Then SGLang's worker, which reads them, drafts the same tokens."""
+    config = json.loads((demo_pair("dense").draft / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_draft_weights(tmp_path)
+    read, made_up = (
+        load_model(tmp_path, dtype=torch.bfloat16, dummy=dummy) for dummy in (False, True)
+    )
+    for name, tensor in made_up.state_dict().items():
+        assert read.state_dict()[name].equal(tensor), name
+
+
+def test_every_server_reads_the_draft(servers: list[Any]) -> None:
+    argv = ["gpu_servers", "--concurrency", "1", "--prompt-tokens", "7"]
+    runner.main(argv)
+    assert len(servers) == 3
+    for server in servers:
+        flags = server.config.args()
+        assert flags[flags.index("--speculative-draft-load-format") + 1] == "auto"
