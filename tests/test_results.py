@@ -22,7 +22,7 @@ CLAIMS = (
     (r"our draft \*\*(\S+)x SGLang's worker\*\* \(mean of nine loads, (\S+)x to (\S+)x; (\S+)x to "
      r"(\S+)x of plain", "bench_smollm2_h200", "over_builtin_geometric_mean over_builtin.edits_8 "
      "over_builtin.code_8 over_plain.chat_32 over_plain.code_1"),
-    (r"32 requests: (\S+), with SGLang's worker (\d+)\.", "gpu_servers_27b_defaults_h200",
+    (r"32 requests: (\S+), SGLang's worker (\d+) \(9 run", "gpu_servers_27b_defaults_h200",
      "servers.adaptive.levels.32.tokens_per_second servers.builtin.levels.32.tokens_per_second"),
     (r"\| (\S+)x \| `bash launch/demo\.sh --check` \|", "demo_smollm2_cpu", "speedup"),
     (r"SGLang's worker (\S+ %)\) \| (\S+ %) \| `python -m experiments target_kv_tokens` \|",
