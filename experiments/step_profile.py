@@ -25,6 +25,7 @@ from typing import Any
 from sglang_dflash.common.command_line import setting
 from sglang_dflash.common.errors import ConfigError, Failed
 from sglang_dflash.tools.bench import load
+from sglang_dflash.tools.bench.settings import BenchSettings
 
 # Categories of a trace's events.
 RUNTIME = ("cuda_runtime", "cuda_driver")
@@ -46,17 +47,17 @@ class Options:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Raises ConfigError if no server is given, Failed if one does not answer or writes no
-    trace."""
+    """Raises ConfigError if no server is given or an option is out of range, Failed if a server
+    does not answer or writes no trace."""
     urls = dict(named.split("=", 1) for named in options.base_url if "=" in named)
     if not urls or len(urls) < len(options.base_url):
         raise ConfigError("base_url", options.base_url or None, "NAME=URL is required")
-    levels = [int(level) for level in options.concurrency.split(",")]
+    levels = BenchSettings(concurrency=options.concurrency).levels
     servers = {
         name: {str(level): profile(load.SGLang(url), level, options) for level in levels}
         for name, url in urls.items()
     }
-    return {"levels": levels, "servers": servers}
+    return {"levels": list(levels), "servers": servers}
 
 
 def profile(server: load.SGLang, requests: int, options: Options) -> dict[str, dict[str, float]]:

@@ -75,7 +75,17 @@ def test_a_trace_that_is_being_written_is_waited_for(
     assert read_trace(tmp_path) == TRACE
 
 
-@pytest.mark.parametrize("argv", [[], ["--base-url", "http://127.0.0.1:1"]])
-def test_a_server_needs_a_name(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        ([], "--base-url"),
+        (["--base-url", "http://127.0.0.1:1"], "--base-url"),
+        (["--base-url", "a=http://127.0.0.1:1", "--concurrency", "1,x"], "--concurrency"),
+        (["--base-url", "a=http://127.0.0.1:1", "--concurrency", "0"], "--concurrency"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(
+    argv: list[str], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert runner.main(["step_profile", *argv]) == 1
-    assert capsys.readouterr().err.startswith("step_profile: --base-url")
+    assert capsys.readouterr().err.startswith(f"step_profile: {flag}")
