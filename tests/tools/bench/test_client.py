@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -56,12 +57,21 @@ def test_both_ways_of_streaming_tell_the_same(incremental: bool) -> None:
 def test_a_pass_runs_so_many_at_a_time_and_counts_speculation(
     sglang: bool, undrafted: int, expected: VerifySteps
 ) -> None:
-    server = FakeServer("a", echo, [], sglang=sglang, delay_s=0.2, undrafted=undrafted)
-    with server:
+    three, running, at_once = threading.Barrier(3), list[str](), list[int]()
+
+    def answer(prompt: str) -> list[str]:
+        """Answer once three requests wait for it."""
+        running.append(prompt)
+        at_once.append(len(running))
+        three.wait(60)
+        running.remove(prompt)
+        return echo(prompt)
+
+    with FakeServer("a", answer, [], sglang=sglang, undrafted=undrafted) as server:
         began = time.perf_counter()
         done = load.run(load.endpoint(server.url), SIX, 3, ask)
-        # Two waves of three.
-        assert 0.4 <= done.seconds <= time.perf_counter() - began < 1.1
+        assert 0 < done.seconds <= time.perf_counter() - began
+    assert max(at_once) == 3
     assert [turns[0].text for turns in done.answers] == [f"p {i} end" for i in range(6)]
     assert done.speculation == expected and done.tokens == 18
 

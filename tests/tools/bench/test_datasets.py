@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,10 +176,9 @@ def test_without_a_network_a_set_is_refused_at_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuses)
     monkeypatch.setattr(hub.config, "HF_HUB_OFFLINE", False)
-    began = time.monotonic()
     with pytest.raises(ConfigError, match="the hub cannot be reached: no such host") as error:
         datasets.load("gsm8k", 1)
-    assert time.monotonic() - began < 5 and len(asked) == 1 and "openai/gsm8k" in asked[0]
+    assert len(asked) == 1 and "openai/gsm8k" in asked[0]
     assert "or one of demo, stdlib, chat" in str(error.value)
 
 
