@@ -75,7 +75,7 @@ class ServerFlags:
         None,
         "entries of each [ring](how-it-works.md#draft-kv-is-a-cache): the draft KV cache of layers "
         "that slide or have a window",
-        otherwise="what one request more than run at a time can see",
+        otherwise="enough for the running requests and one more",
         type=int,
     )
     recurrent_rollback: str = _flag(

@@ -22,6 +22,7 @@ from sglang_dflash.serving.start.flag_file import with_file
 FILE = Path(__file__).parent / "server_flags.json"
 # The name of a command line in messages.
 COMMAND = "launch command"
+TARGET_FLAGS = ("--model-path", "--model")
 # Settings that we had a flag for -> what a user of it does instead.
 REMOVED: Mapping[str, str] = {
     "speculative_dflash_request_guard": (
@@ -100,13 +101,18 @@ def after_program(words: Sequence[str]) -> list[str]:
     the flag that it stands for. Without a program that is known, those from the first flag on."""
     for at, word in enumerate(words):
         rest = list(words[at + 1 :])
-        name = Path(word).name
-        if word == "sglang.launch_server" or name == "launch_server.py":
+        if word == "sglang.launch_server" or Path(word).name == "launch_server.py":
             return rest
-        if name == "sglang" and rest[:1] == ["serve"]:
+        if _is_serve(words[at : at + 2]):
             return _of_serve(rest[1:])
     first = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
     return list(words[first:])
+
+
+def _is_serve(command: Sequence[str]) -> bool:
+    """Return whether `sglang serve` is part of it."""
+    pairs = zip(command, command[1:], strict=False)
+    return any(Path(program).name == "sglang" and verb == "serve" for program, verb in pairs)
 
 
 def _of_serve(words: list[str]) -> list[str]:
@@ -127,7 +133,11 @@ def settings_of(command: Sequence[str]) -> dict[str, Any]:
             that cannot be read.
     """
     flag_parser = parser()
-    words = with_file(after_program(command), rows())
+    typed = after_program(command)
+    if _is_serve(command) and not any(word.partition("=")[0] in TARGET_FLAGS for word in typed):
+        required = "missing; --model-path names the target, and `sglang serve` reads it from no file"
+        raise ConfigError(COMMAND, required=required)
+    words = with_file(typed, rows())
     given, others = flag_parser.parse_known_args(words)
     if others:
         flag_parser.error(f"unrecognized arguments: {' '.join(others)}")

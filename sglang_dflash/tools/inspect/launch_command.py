@@ -18,7 +18,7 @@ from sglang_dflash.serving.start.refused import (
     refuse_trusted,
     why_not_adaptive,
 )
-from sglang_dflash.serving.start.server_flags import COMMAND, rows, settings_of
+from sglang_dflash.serving.start.server_flags import COMMAND, TARGET_FLAGS, rows, settings_of
 from sglang_dflash.serving.start.unserved import BUILTIN_FLAG, CommandLineSettings, builtin_reason
 from sglang_dflash.tools.inspect.serving import Serving
 
@@ -90,7 +90,7 @@ class Launch(NamedTuple):
 
 def is_launch(words: Sequence[str]) -> bool:
     """Return whether the target is given as a server takes it."""
-    flags = ("--model-path", "--model", flag_file.FLAG)
+    flags = (*TARGET_FLAGS, flag_file.FLAG)
     return any(word.partition("=")[0] in flags for word in words)
 
 

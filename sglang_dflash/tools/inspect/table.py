@@ -110,7 +110,8 @@ def _command(command: str) -> list[str]:
 
 def _most_requests(suggestions: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     """The most requests at a time: as served, with SGLang's worker, without a draft."""
-    counts = ", ".join(f"{name} {count}" for name, count in suggestions["most"].items())
+    (_, served), *others = suggestions["most"].items()
+    counts = f"{served}; {', '.join(f'{name} {count}' for name, count in others)}"
     bounds = "--max-running-requests"
     if report["recurrent_layers"]:
         bounds += " and --max-mamba-cache-size"

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from sglang.cli.utils import get_model_path
 
 from sglang_dflash.serving.start.server_flags import rows
 from sglang_dflash.tools import cli
 from sglang_dflash.tools.inspect import launch_command
 from sglang_dflash.tools.inspect.launch_command import read
 from tests.broken_drafts import BROKEN, server_flags
+from tests.errors import refused
 from tests.tools.inspect.pairs import inspected
 
 CODE = BROKEN["field: code"]
@@ -68,6 +70,11 @@ def test_flags_of_a_file_are_the_commands(
     rest = rest[:where] + rest[where + 2 :]
     assert cli.main(["inspect", "--config", str(path), *rest, "--json", "--offline"]) == 0
     assert json.loads(capsys.readouterr().out) == expected
+    # `sglang serve` looks for it before it reads the file.
+    with pytest.raises(Exception, match="--model-path is required"):
+        get_model_path(["--config", str(path)])
+    with refused("launch command", reason="`sglang serve` reads it from no file"):
+        read(["sglang", "serve", "--config", str(path)])
 
 
 def test_flags_that_change_the_figures_and_are_not_reckoned_are_told(

@@ -136,7 +136,7 @@ def test_a_suggestion_keeps_what_was_asked_for(capsys: pytest.CaptureFixture[str
     assert max(map(len, as_table(found).splitlines())) <= 80
     # What most readers came for is not behind the facts.
     head = " ".join(as_table(found).partition("\n\n")[0].split())
-    assert f"for them: as served {found['suggestions']['most']['as served']}, SGLang's" in head
+    assert f"for them: {found['suggestions']['most']['as served']}; SGLang's worker" in head
 
 
 def test_sessions_without_a_length_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
