@@ -30,7 +30,7 @@ def main() -> None:
     args = parser.parse_args()
 
     client = OpenAI(base_url=args.base_url, api_key="EMPTY")
-    asked = {
+    request = {
         "model": client.models.list().data[0].id,
         "max_tokens": args.max_tokens,
         "temperature": 0.0,
@@ -39,10 +39,10 @@ def main() -> None:
     }
     if args.chat is None:
         print(args.prompt, end="")
-        stream = client.completions.create(prompt=args.prompt, **asked)
+        stream = client.completions.create(prompt=args.prompt, **request)
     else:
         messages = [{"role": "user", "content": args.chat}]
-        stream = client.chat.completions.create(messages=messages, **asked)
+        stream = client.chat.completions.create(messages=messages, **request)
     for chunk in stream:
         for choice in chunk.choices:
             text = choice.text if args.chat is None else choice.delta.content

@@ -110,10 +110,10 @@ def _converse(server: Server, texts: list[list[list[int]]]) -> tuple[list[dict[s
         for i in order:
             histories[i] = histories[i] + texts[i][turn]
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            got = list(pool.map(lambda ids: _ask(server, ids), [histories[i] for i in order]))
-        for i, answer in zip(order, got, strict=True):
+            replies = list(pool.map(lambda ids: _ask(server, ids), [histories[i] for i in order]))
+        for i, answer in zip(order, replies, strict=True):
             histories[i] = histories[i] + answer["output_ids"]
-        answers += got
+        answers += replies
     return answers, time.perf_counter() - began
 
 

@@ -73,11 +73,11 @@ class StepContents:
 
     Attributes:
         lengths: committed tokens of each request.
-        kept: number of tokens whose context K/V is stored.
+        stored: number of tokens whose context K/V is stored.
     """
 
     lengths: Sequence[int]
-    kept: int = 0
+    stored: int = 0
 
 
 @contextlib.contextmanager
@@ -155,7 +155,7 @@ def _write_context(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     cache, kv = args[:2]
     count, depth, _, kv_heads, head_dim = kv.shape
     return qk_norm_rope.write_context_traffic(
-        count, scene.kept, depth, kv_heads, head_dim, kv.element_size(), cache.element_size()
+        count, scene.stored, depth, kv_heads, head_dim, kv.element_size(), cache.element_size()
     )
 
 
@@ -168,7 +168,7 @@ def _fold(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
         weight, bias, "silu", a_log, dt_bias, heads, value_heads, key_dim, value_dim
     )
     checkpoints = None if args[9] is None else len(args[5])
-    accepted = [scene.kept] * len(args[5])
+    accepted = [scene.stored] * len(args[5])
     return gated_delta_fold.traffic(layers, states, VerifyInputs(*inputs), accepted, checkpoints)
 
 
@@ -291,12 +291,12 @@ def _of_torch(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> Traffic
         rest = inputs[0][(0,) * len(indices)].numel() if name != "scatter_" else 0
         places = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
         return Traffic(named, places * rest * inputs[0].element_size())
-    written = sum(map(_bytes, outputs))
+    output_bytes = sum(map(_bytes, outputs))
     if name in GATHERS:
-        return Traffic(sum(map(_bytes, inputs[1:])) + written, written)
+        return Traffic(sum(map(_bytes, inputs[1:])) + output_bytes, output_bytes)
     if name in OVERWRITES:
-        return Traffic(sum(map(_bytes, inputs[1:])), written)
-    return Traffic(sum(map(_bytes, inputs)), written)
+        return Traffic(sum(map(_bytes, inputs[1:])), output_bytes)
+    return Traffic(sum(map(_bytes, inputs)), output_bytes)
 
 
 def _bytes(x: Tensor) -> int:
@@ -382,7 +382,7 @@ def count_replay(geometry: TargetGeometry, requests: int) -> dict[str, list[Laun
         for name, checkpoints in (
             ("commit", None), ("commit, checkpoints", Checkpoints(lengths, lengths)),
         ):  # fmt: skip
-            with record_launches(StepContents([], kept=BLOCK // 2)) as phases[name]:
+            with record_launches(StepContents([], stored=BLOCK // 2)) as phases[name]:
                 replay.commit(lengths, checkpoints)
     return phases
 

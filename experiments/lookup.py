@@ -181,8 +181,8 @@ def replay(
             {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0}
         )
         ids = torch.tensor([prompt])
-        written = pair.target.generate(ids, pad_token_id=0, max_new_tokens=TOKENS, **how)
-        answer = written[0, len(prompt) :].tolist()
+        generated = pair.target.generate(ids, pad_token_id=0, max_new_tokens=TOKENS, **how)
+        answer = generated[0, len(prompt) :].tolist()
     text = torch.tensor(prompt + answer)
     with capture_hidden(pair.target, pair.draft.config.target_layer_ids) as hidden:
         pair.target(text[None])

@@ -129,14 +129,14 @@ def series() -> str:
     shown = {
         row: code(_series(row.series, row.label, row.goes_down)) for row in COUNTS if row.series
     }
-    known = [row for row in shown if row.series == row.key and not row.goes_down]
+    in_server_info = [row for row in shown if row.series == row.key and not row.goes_down]
     rows = [
         (code(INFO), 'gauge, always 1: what serves. `worker="builtin"` if SGLang\'s own does'),
-        (", ".join(shown[row] for row in known), "as in `/server_info`"),
+        (", ".join(shown[row] for row in in_server_info), "as in `/server_info`"),
         *(
             (cell, f"gauge, 1 or 0: {row.meaning}" if row.goes_down else row.meaning)
             for row, cell in shown.items()
-            if row not in known
+            if row not in in_server_info
         ),
     ]
     return table(("series", "counts"), rows)

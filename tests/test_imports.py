@@ -25,21 +25,17 @@ TORCH_FREE = ("common", "checkpoint", "memory", "patches", "tools/inspect", "too
 START = ("flags", "launch", "refused", "server_flags", "unserved")
 ADAPTER = ("plugin", "patches", "draft_weights.from_disk")
 CLAUSE = re.compile(r"(Of|What|Whether|How|Which|Where|Why|Whose|When|Who)\b")
-# Names that say nothing of a value, and the files in which `kind` is a documented field, or a
-# parameter that SGLang names.
-VAGUE = {"of", "some", "there", "here", "found", "one", "what", "kind"}
+# Names that say nothing of a value, or what is done to it, or whose it is, and not what it holds;
+# and the files in which `kind` is a documented field, or a parameter that SGLang names.
+VAGUE = {
+    "of", "some", "there", "here", "found", "one", "what", "kind",
+    "keep", "kept", "known", "own", "seen", "written", "given", "asked", "made", "got", "took",
+}  # fmt: skip
 KINDS = (
     "sglang_dflash/patches/patch.py",
     "sglang_dflash/plugins/platform_cpu/platform.py",
     "sglang_dflash/tools/demo_pairs/pairs.py",
 )
-# Names that say what is done to a value, or whose it is, and not what it holds; and the packages in
-# which there is none.
-VAGUE_IN_CORE = {"keep", "kept", "known", "own", "seen", "written"}
-CORE = (
-    "drafting", "memory", "serving/draft_weights", "serving/hybrid", "serving/kv_transfer",
-    "serving/metrics", "serving/step",
-)  # fmt: skip
 
 
 @functools.cache
@@ -211,8 +207,7 @@ def is_vague(node: ast.AST, path: Path) -> bool:
         name = node.arg
     elif isinstance(getattr(node, "ctx", None), ast.Store):
         name = getattr(node, "id", "") or getattr(node, "attr", "")
-    if name.lstrip("_") in VAGUE_IN_CORE:
-        return path in PACKAGED and package_of(path) in CORE
+    name = name.lstrip("_")
     return name in VAGUE and not (name == "kind" and name_of(path) in KINDS)
 
 

@@ -317,19 +317,20 @@ def traffic(
         used, first = min(length, limit), 0
         if layer.sliding_window and length - sinks + 1 >= layer.sliding_window:
             first = max(used - layer.sliding_window + 1, sinks)
-        seen = max(used - first, 0)
-        share = max(triton.cdiv(triton.cdiv(seen, tile.columns), splits), MIN_TILES.value)
-        programs += max(1, triton.cdiv(seen, share * tile.columns))
-        in_sight += seen
+        visible = max(used - first, 0)
+        share = max(triton.cdiv(triton.cdiv(visible, tile.columns), splits), MIN_TILES.value)
+        programs += max(1, triton.cdiv(visible, share * tile.columns))
+        in_sight += visible
     # Every tile of query rows reads the keys and values.
-    read = requests * block * 2 * kv_heads * head_dim * itemsize
-    read += in_sight * kv_heads * 4
-    read += (in_sight - dead) * 2 * kv_heads * head_dim * cache_itemsize
-    read = (read + requests * splits * kv_heads * 8) * row_tiles
-    read += programs * rows * head_dim * itemsize
-    written = requests * rows * head_dim * itemsize
+    read_bytes = requests * block * 2 * kv_heads * head_dim * itemsize
+    read_bytes += in_sight * kv_heads * 4
+    read_bytes += (in_sight - dead) * 2 * kv_heads * head_dim * cache_itemsize
+    read_bytes = (read_bytes + requests * splits * kv_heads * 8) * row_tiles
+    read_bytes += programs * rows * head_dim * itemsize
+    written_bytes = requests * rows * head_dim * itemsize
     if splits > 1:
         merges = triton.cdiv(block * groups, MERGE_ROWS)
         between = programs * rows * (head_dim + 1) * 4
-        read, written = read + requests * kv_heads * merges * 8 + between, written + between
-    return Traffic(read, written)
+        read_bytes += requests * kv_heads * merges * 8 + between
+        written_bytes += between
+    return Traffic(read_bytes, written_bytes)

@@ -130,7 +130,7 @@ def move_windows_kernel(
     p_pool, p_windows, p_rows, p_target, p_lengths, p_checkpoints, p_steps,
     s_pool_l, s_pool_s, s_pool_c, s_pool_w,
     s_windows_l, s_windows_r, s_windows_t, s_windows_c, s_windows_w,
-    C, KEPT: tl.constexpr, BLOCK: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr,
+    C, HISTORY: tl.constexpr, BLOCK: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr,
 ):  # fmt: skip
     """One program per row, layer and BLOCK channels."""
     i_n, i_l = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -142,14 +142,14 @@ def move_windows_kernel(
     p_windows += i_l * s_windows_l + tl.load(p_rows + i_n) * s_windows_r + o_c * s_windows_c
     p_pool += i_l * s_pool_l + o_c * s_pool_c
     p_from = p_windows + (tl.load(p_lengths + i_n) - 1) * s_windows_t
-    for i_w in tl.static_range(KEPT):
+    for i_w in tl.static_range(HISTORY):
         b_input = tl.load(p_from + i_w * s_windows_w, mask=m_c)
         tl.store(p_pool + i_target * s_pool_s + i_w * s_pool_w, b_input, mask=m_c)
     if HAS_CHECKPOINTS:
         i_checkpoint = tl.load(p_checkpoints + i_n)
         if i_checkpoint >= 0:
             p_from = p_windows + (tl.load(p_steps + i_n) - 1) * s_windows_t
-            for i_w in tl.static_range(KEPT):
+            for i_w in tl.static_range(HISTORY):
                 b_input = tl.load(p_from + i_w * s_windows_w, mask=m_c)
                 tl.store(p_pool + i_checkpoint * s_pool_s + i_w * s_pool_w, b_input, mask=m_c)
 
@@ -189,11 +189,11 @@ def fold_(layers: RecurrentLayers, states: Tensor, verified: VerifyInputs, moves
 
 def move_windows_(pool: Tensor, windows: Tensor, moves: Moves) -> None:
     """As `drafting.recurrent.replay.move_windows_`, without a host synchronization."""
-    depth, _, channels, kept = pool.shape
+    depth, _, channels, history = pool.shape
     rows, _, *others = moves
     move_windows_kernel[(len(rows), depth, triton.cdiv(channels, WINDOW_BLOCK))](
         pool, windows, rows, *others, *pool.stride(), *windows.stride(),
-        channels, KEPT=kept, BLOCK=WINDOW_BLOCK,
+        channels, HISTORY=history, BLOCK=WINDOW_BLOCK,
     )  # fmt: skip
 
 
@@ -231,8 +231,8 @@ def traffic(
 def window_traffic(pool: Tensor, count: int, checkpoints: int | None = None) -> Traffic:
     """Bytes of one launch of `move_windows_` for `count` rows that are not skipped; `checkpoints`
     as in `traffic`."""
-    depth, _, channels, kept = pool.shape
-    windows = (count + (checkpoints or 0)) * channels * kept * pool.element_size()
+    depth, _, channels, history = pool.shape
+    windows = (count + (checkpoints or 0)) * channels * history * pool.element_size()
     per_program = 24 if checkpoints is None else 32
     read = count * triton.cdiv(channels, WINDOW_BLOCK) * per_program + 8 * (checkpoints or 0) * (
         triton.cdiv(channels, WINDOW_BLOCK)

@@ -50,7 +50,7 @@ def find_match_kernel(
 
 @triton.jit(do_not_specialize=["s_texts_r", "S", "COUNT"])
 def take_match_kernel(
-    p_lengths, p_seen, p_found, p_bonus, p_texts, p_rows, p_seq_lens, s_texts_r, S, COUNT,
+    p_lengths, p_followed, p_found, p_bonus, p_texts, p_rows, p_seq_lens, s_texts_r, S, COUNT,
     PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per request."""
@@ -66,9 +66,9 @@ def take_match_kernel(
     o_b = tl.arange(0, BLOCK)
     m_b = o_b < COUNT
     o_from = i_end + 1 + o_b % tl.maximum(i_len - i_end, 1)
-    b_seen = tl.load(p_text + o_from, mask=m_b & (o_from < i_len), other=0).to(tl.int64)
-    b_seen = tl.where(o_from == i_len, tl.load(p_bonus + i_r), b_seen)
-    tl.store(p_seen + i_r * COUNT + o_b, b_seen, mask=m_b)
+    b_followed = tl.load(p_text + o_from, mask=m_b & (o_from < i_len), other=0).to(tl.int64)
+    b_followed = tl.where(o_from == i_len, tl.load(p_bonus + i_r), b_followed)
+    tl.store(p_followed + i_r * COUNT + o_b, b_followed, mask=m_b)
     tl.store(p_lengths + i_r, i_length)
 
 
@@ -86,16 +86,16 @@ def seen_before(
     pieces = piece_count(longest)
     matches = torch.empty(len(bonus), pieces, dtype=torch.int64, device=bonus.device)
     lengths = torch.empty(len(bonus), dtype=torch.int64, device=bonus.device)
-    seen = torch.empty(len(bonus), count, dtype=torch.int64, device=bonus.device)
+    followed = torch.empty(len(bonus), count, dtype=torch.int64, device=bonus.device)
     if not len(bonus):
-        return lengths, seen
-    given = bonus, texts, rows, seq_lens, texts.stride(0), pieces
-    find_match_kernel[(len(bonus), pieces)](matches, *given, LONGEST=LONGEST_MATCH, PIECE=PIECE)
+        return lengths, followed
+    shared = bonus, texts, rows, seq_lens, texts.stride(0), pieces
+    find_match_kernel[(len(bonus), pieces)](matches, *shared, LONGEST=LONGEST_MATCH, PIECE=PIECE)
     take_match_kernel[(len(bonus),)](
-        lengths, seen, matches, *given, count,
+        lengths, followed, matches, *shared, count,
         PIECES=PIECES, BLOCK=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip
-    return lengths, seen
+    return lengths, followed
 
 
 def piece_count(longest: int) -> int:

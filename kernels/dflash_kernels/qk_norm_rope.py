@@ -184,17 +184,17 @@ def traffic(count: int, heads: int, kv_heads: int, head_dim: int, itemsize: int)
 
 def write_context_traffic(
     count: int,
-    kept: int,
+    cached: int,
     depth: int,
     kv_heads: int,
     head_dim: int,
     itemsize: int,
     cache_itemsize: int,
 ) -> Traffic:
-    """Bytes of one launch of `write_context` on `count` tokens, of which `kept` have an entry.
+    """Bytes of one launch of `write_context` on `count` tokens, of which `cached` have an entry.
 
     `entries` and `positions` are int64."""
-    values = kept * depth * 2 * kv_heads * head_dim
+    values = cached * depth * 2 * kv_heads * head_dim
     shared = 8 + head_dim * itemsize + 2 * head_dim
-    read = count * depth * 8 + kept * depth * shared + values * itemsize
+    read = count * depth * 8 + cached * depth * shared + values * itemsize
     return Traffic(read, values * cache_itemsize)

@@ -97,9 +97,9 @@ def traffic(
         dead: tokens in sight whose K/V is dead, over all requests.
     """
     programs = len(seq_lens) * triton.cdiv(columns, BLOCK)
-    seen = sum(min(n, reach.of(columns)) for n in seq_lens)
+    in_sight = sum(min(n, reach.of(columns)) for n in seq_lens)
     per_column = 12 if ring else 4
     return Traffic(
-        read=programs * 16 + seen * per_column,
-        written=len(seq_lens) * columns * 4 + (seen - dead if ring else 0),
+        read_bytes=programs * 16 + in_sight * per_column,
+        written_bytes=len(seq_lens) * columns * 4 + (in_sight - dead if ring else 0),
     )

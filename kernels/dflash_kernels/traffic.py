@@ -12,11 +12,11 @@ from typing import NamedTuple
 class Traffic(NamedTuple):
     """Bytes that the programs of one launch load and store."""
 
-    read: int
-    written: int
+    read_bytes: int
+    written_bytes: int
 
     def __add__(self, other: object) -> Traffic:
         """Bytes of both launches."""
         if not isinstance(other, Traffic):
             return NotImplemented
-        return Traffic(self.read + other.read, self.written + other.written)
+        return Traffic(self.read_bytes + other.read_bytes, self.written_bytes + other.written_bytes)

@@ -54,9 +54,9 @@ class DecodingJob:
     def is_done(self) -> bool:
         return self.ended or self.looped or len(self.tokens) >= self.limit
 
-    def look_for_loop(self, keep: int) -> None:
-        """Cut the text `keep` tokens after the start of a repetition loop, if it has one."""
-        stop = loop_start(self.tokens) + keep
+    def look_for_loop(self, tail: int) -> None:
+        """Cut the text `tail` tokens after the start of a repetition loop, if it has one."""
+        stop = loop_start(self.tokens) + tail
         if stop < len(self.tokens):
             self.tokens, self.looped, self.ended = self.tokens[:stop], True, False
 

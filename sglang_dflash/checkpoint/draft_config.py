@@ -170,11 +170,11 @@ class DraftConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> DraftConfig:
         """Build from a parsed config.json. See `from_pretrained` for the errors."""
         check_code(raw)
-        known = flat(raw)
+        flat_config = flat(raw)
         try:
-            return cls._from_flat(known)
+            return cls._from_flat(flat_config)
         except UnsupportedDraft as other:
-            if known is raw:
+            if flat_config is raw:
                 raise
             # SGLang's worker does not read that layout.
             raise ConfigError(other.field, other.value, other.required) from None
@@ -245,10 +245,10 @@ class DraftConfig:
         self, *, hidden_size: int, vocab_size: int, num_layers: int, pair: str = ""
     ) -> None:
         """Raise ConfigError, which names the `pair`, if this draft is for another geometry."""
-        given = {"hidden_size": hidden_size, "vocab_size": vocab_size}
+        target_values = {"hidden_size": hidden_size, "vocab_size": vocab_size}
         if self.num_target_layers is not None:
-            given["num_target_layers"] = num_layers
-        for name, of_target in given.items():
+            target_values["num_target_layers"] = num_layers
+        for name, of_target in target_values.items():
             if getattr(self, name) != of_target:
                 other = "this draft is for another target"
                 required = f"the target's is {of_target}{pair}: {other}"

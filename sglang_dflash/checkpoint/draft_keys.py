@@ -92,9 +92,9 @@ def auto_maps(raw: Any) -> Iterator[Mapping[str, Any]]:
     the fields of a nested config."""
     if not isinstance(raw, Mapping):
         return
-    own = raw.get("auto_map")
-    if isinstance(own, Mapping) and own:
-        yield own
+    auto_map = raw.get("auto_map")
+    if isinstance(auto_map, Mapping) and auto_map:
+        yield auto_map
     for value in raw.values():
         yield from auto_maps(value)
 
@@ -107,12 +107,12 @@ def check_keys(raw: Mapping[str, Any]) -> None:
         UnsupportedDraft: it is a draft of a kind that is not implemented here.
     """
     top = Fields.of(raw, "draft", section=None)
-    own = top.block("dflash_config")
-    for name in own.values:
-        if name in own and top.get(name, own.get(name)) != own.get(name):
-            raise own.error(name, f"{shown(top.get(name))}, as beside dflash_config,")
+    nested = top.block("dflash_config")
+    for name in nested.values:
+        if name in nested and top.get(name, nested.get(name)) != nested.get(name):
+            raise nested.error(name, f"{shown(top.get(name))}, as beside dflash_config,")
     _check_kind(top)
-    for place in (top, own):
+    for place in (top, nested):
         for name in place.values:
             feature, value = FOREIGN.get(name), place.get(name)
             if feature and value not in _NEUTRAL and value != _ALSO_NEUTRAL.get(name):
@@ -121,9 +121,11 @@ def check_keys(raw: Mapping[str, Any]) -> None:
 
 def unknown_keys(raw: Mapping[str, Any]) -> tuple[str, ...]:
     """The dotted paths of keys in `dflash_config` that have a value and mean nothing here."""
-    own = Fields.of(raw, "draft", section=None).block("dflash_config")
-    known = read_keys() | TRAINING | FOREIGN.keys()
-    return tuple(own.path(name) for name in own.values if name in own and name not in known)
+    nested = Fields.of(raw, "draft", section=None).block("dflash_config")
+    recognized = read_keys() | TRAINING | FOREIGN.keys()
+    return tuple(
+        nested.path(name) for name in nested.values if name in nested and name not in recognized
+    )
 
 
 def _check_kind(top: Fields) -> None:
@@ -142,10 +144,10 @@ def _check_kind(top: Fields) -> None:
     model_type = top.word("model_type")
     if not model_type:
         raise top.error("model_type", f"one of {', '.join(_MODEL_TYPES)}")
-    for name, given, served in (
+    for name, declared, served in (
         ("architectures", names, architectures()), ("model_type", (model_type,), _MODEL_TYPES),
     ):  # fmt: skip
-        if not set(given) & set(served):
+        if not set(declared) & set(served):
             raise top.unsupported(name, f"{', '.join(served)} are served here")
     if top.word("hidden_act") not in (None, "silu"):
         raise top.unsupported("hidden_act", "silu is served")

@@ -72,14 +72,15 @@ def read_rope(fields: Fields) -> RopeConfig:
 
 
 def _theta(*places: Fields) -> float:
-    given = [place for place in places if "rope_theta" in place] or [places[0]]
+    sources = [place for place in places if "rope_theta" in place] or [places[0]]
     # Within the bounds frequencies stay finite in float32. Published ones are 1e4 to 1e7.
     thetas = [
-        place.positive_number("rope_theta", 10000.0, least=1.001, most=1e15) for place in given
+        place.positive_number("rope_theta", 10000.0, least=1.001, most=1e15) for place in sources
     ]
-    for place, theta in zip(given, thetas, strict=True):
+    for place, theta in zip(sources, thetas, strict=True):
         if theta != thetas[0]:
-            raise place.error("rope_theta", f"{thetas[0]:g}, as in {given[0].path('rope_theta')},")
+            required = f"{thetas[0]:g}, as in {sources[0].path('rope_theta')},"
+            raise place.error("rope_theta", required)
     return thetas[0]
 
 
@@ -104,13 +105,13 @@ def _scale(place: Fields, name: str) -> float:
 def _scaling(block: Fields, rope_type: str) -> dict[str, Any]:
     """The fields of a scaling block, checked. A field that `rope_type` does not have is refused."""
     required, optional = _SCALING_FIELDS[rope_type]
-    given = [name for name in block.values if name in block and name not in _BESIDE_SCALING]
-    for name in given:
+    names = [name for name in block.values if name in block and name not in _BESIDE_SCALING]
+    for name in names:
         if name not in (*required, *optional):
             raise block.unsupported(name, f"with rope_type {rope_type!r} this is not served here")
     scaling: dict[str, Any] = {
         name: block.flag(name, default=True) if name == "truncate" else _scale(block, name)
-        for name in dict.fromkeys((*required, *given))
+        for name in dict.fromkeys((*required, *names))
     }
     if rope_type == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         least = scaling["low_freq_factor"]

@@ -60,8 +60,10 @@ class Fields:
         if section is None:
             return top
         inner = top.block(section)
-        given = {name: value for name, value in inner.values.items() if name in inner}
-        return cls({**raw, **given}, {name: inner.path(name) for name in given}, "", top.file)
+        overrides = {name: value for name, value in inner.values.items() if name in inner}
+        return cls(
+            {**raw, **overrides}, {name: inner.path(name) for name in overrides}, "", top.file
+        )
 
     def block(self, name: str) -> Fields:
         """The fields of the object `name`, none if it is missing. Raises ConfigError."""

@@ -32,8 +32,8 @@ def published_draft(target: str) -> str:
     pairs = published_pairs()
     for name in _origins(target):
         for spelled in (str.casefold, _model):
-            for known, drafts in pairs.items():
-                if spelled(known) == spelled(name):
+            for published, drafts in pairs.items():
+                if spelled(published) == spelled(name):
                     return drafts[0]
     required = (
         f"give a folder or a hub name: no draft is known that is published for {target!r}; drafts "

@@ -23,10 +23,10 @@ _FIELDS = ("quant_method", "format", "quant_algo")
 def precision(name: str, raw: Mapping[str, Any]) -> str | None:
     """Return a model's precision by its name, or else by the weights' format in its parsed
     config.json; None for 16 bits."""
-    own: Mapping[str, Any] = next(
+    section: Mapping[str, Any] = next(
         (raw[key] for key in NAMES if isinstance(raw.get(key), Mapping)), {}
     )
-    texts = name.rstrip("/").rpartition("/")[2], " ".join(str(own.get(key)) for key in _FIELDS)
+    texts = name.rstrip("/").rpartition("/")[2], " ".join(str(section.get(key)) for key in _FIELDS)
     for text in texts:
         for pattern, label in _SAID:
             if re.search(pattern, text.casefold()):
@@ -43,12 +43,13 @@ def other_precision(
         target, draft: their names.
         of_target, of_draft: their parsed config.json.
     """
-    own, other = precision(draft, of_draft), precision(target, of_target)
-    if own in (None, other):
+    draft_precision, target_precision = precision(draft, of_draft), precision(target, of_target)
+    if draft_precision in (None, target_precision):
         return []
     return [
-        f"draft {draft} is said to be in {own}, target {target} in {other or '16 bits'}: a draft "
-        "that was made for the hidden states of another precision may be of no use (of one for "
-        "NVFP4, 62 % of drafts were seen to be accepted with that target, and 0 % with the same in "
-        "FP8); outputs stay exact, and sglang-dflash doctor tells how many are accepted"
+        f"draft {draft} is said to be in {draft_precision}, target {target} in "
+        f"{target_precision or '16 bits'}: a draft that was made for the hidden states of another "
+        "precision may be of no use (of one for NVFP4, 62 % of drafts were seen to be accepted "
+        "with that target, and 0 % with the same in FP8); outputs stay exact, and sglang-dflash "
+        "doctor tells how many are accepted"
     ]

@@ -133,21 +133,21 @@ def _fetched(role: str, name: str, config: Path, online: bool) -> ModelFacts:
 
 
 def _shipped_name(role: str, name: str) -> str | None:
-    names = {known.casefold(): known for known in shipped(role)}
+    names = {spelling.casefold(): spelling for spelling in shipped(role)}
     return names.get(name.casefold())
 
 
 def _suggestion(role: str, name: str) -> str:
     """The shipped names that are like `name`, with or without its organization, or all of them. A
     name with something behind it, such as -FP8, is another checkpoint, and no slip."""
-    known = {each.casefold().rpartition("/")[2]: each for each in shipped(role)}
-    asked = name.casefold().rpartition("/")[2]
-    if any(asked.startswith(f"{each}-") and asked != f"{each}-" for each in known):
+    by_model = {each.casefold().rpartition("/")[2]: each for each in shipped(role)}
+    model = name.casefold().rpartition("/")[2]
+    if any(model.startswith(f"{each}-") and model != f"{each}-" for each in by_model):
         return f"no facts of it are shipped: give a folder with the {role}'s config.json"
-    near = difflib.get_close_matches(asked, known, cutoff=0.75)
+    near = difflib.get_close_matches(model, by_model, cutoff=0.75)
     if near:
-        return f"did you mean {' or '.join(repr(known[text]) for text in near)}?"
-    return f"facts of these {role}s are shipped: {', '.join(known.values())}"
+        return f"did you mean {' or '.join(repr(by_model[text]) for text in near)}?"
+    return f"facts of these {role}s are shipped: {', '.join(by_model.values())}"
 
 
 def _swapped(role: str, name: str) -> ConfigError:

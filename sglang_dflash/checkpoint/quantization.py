@@ -158,20 +158,20 @@ def read_quantization(fields: Fields) -> Quantization | None:
     name = next((name for name in NAMES if fields.get(name) not in _NEUTRAL), None)
     if name is None:
         return None
-    own = Fields(_object(fields.get(name)), {}, f"{fields.path(name)}.", fields.file)
-    method = _method(own)
+    section = Fields(_object(fields.get(name)), {}, f"{fields.path(name)}.", fields.file)
+    method = _method(section)
     read = _METHODS.get(method)
-    declared = [] if read is None else read(own, method)
+    declared = [] if read is None else read(section, method)
     ways = list[Stored]()
     for group in dict.fromkeys(declared):
-        known = [row for row in FORMATS if row.recognizes(group)]
-        if not known:
+        matching = [row for row in FORMATS if row.recognizes(group)]
+        if not matching:
             raise fields.unsupported(name, f"not served here: weights of {group}")
-        if any(way.format is known[0] for way in ways):
+        if any(way.format is matching[0] for way in ways):
             # A module's tensors would not tell which of the two it has.
             required = f"not served here: two kinds of {group.method} {group.layout}"
             raise fields.unsupported(name, required)
-        ways.append(Stored(known[0], group))
+        ways.append(Stored(matching[0], group))
     if not ways:
         methods = ", ".join(_METHODS)
         raise fields.unsupported(name, f"a quantized draft; served here are {methods}")
@@ -184,29 +184,29 @@ def with_quantization(raw: Mapping[str, Any], folder: str | Path) -> Mapping[str
     file = Path(folder) / "hf_quant_config.json"
     if any(raw.get(name) not in _NEUTRAL for name in NAMES) or not file.is_file():
         return raw
-    own = _object(read_json_object(file, "draft checkpoint").get("quantization"))
-    return {**raw, NAMES[0]: own} if own.get("quant_algo") else raw
+    section = _object(read_json_object(file, "draft checkpoint").get("quantization"))
+    return {**raw, NAMES[0]: section} if section.get("quant_algo") else raw
 
 
-def _method(own: Fields) -> str:
+def _method(section: Fields) -> str:
     """The exporter, such as "modelopt", whatever of its names the config has."""
-    method = own.get("quant_method", "modelopt" if _modelopt_fields(own).get("quant_algo") else "")
-    name = str(method).replace("_", "-")
+    unnamed = "modelopt" if _modelopt_fields(section).get("quant_algo") else ""
+    name = str(section.get("quant_method", unnamed)).replace("_", "-")
     return "modelopt" if name.startswith("modelopt") else name
 
 
-def _compressed_tensors(own: Fields, method: str) -> list[Declared]:
+def _compressed_tensors(section: Fields, method: str) -> list[Declared]:
     """A layout for every group of modules, its own or the one at the top."""
     declared = []
     # A rotation, or a mask of zeros, would have to be undone.
     for name, neutral in (("transform_config", None), ("sparsity_config", "dense")):
-        change = _object(own.get(name))
+        change = _object(section.get(name))
         if change and (neutral is None or change.get("format", neutral) != neutral):
-            raise own.unsupported(name, "not served here")
-    for group in _object(own.get("config_groups")).values():
+            raise section.unsupported(name, "not served here")
+    for group in _object(section.get("config_groups")).values():
         weights = _object(_object(group).get("weights"))
         if weights:
-            layout = _object(group).get("format") or own.get("format")
+            layout = _object(group).get("format") or section.get("format")
             block = weights.get("block_structure")
             declared.append(
                 Declared(method, str(layout), _bits(weights.get("num_bits")), _two(block))
@@ -214,9 +214,9 @@ def _compressed_tensors(own: Fields, method: str) -> list[Declared]:
     return declared
 
 
-def _modelopt(own: Fields, method: str) -> list[Declared]:
+def _modelopt(section: Fields, method: str) -> list[Declared]:
     """One algorithm for all modules, or by module, if it is mixed."""
-    fields = _modelopt_fields(own)
+    fields = _modelopt_fields(section)
     algorithms = [fields.get("quant_algo")]
     if algorithms == ["MIXED_PRECISION"]:
         layers = _object(fields.get("quantized_layers")).values()
@@ -224,27 +224,29 @@ def _modelopt(own: Fields, method: str) -> list[Declared]:
     return [Declared(method, str(name), 8 if name == "FP8" else 4) for name in algorithms]
 
 
-def _modelopt_fields(own: Fields) -> Mapping[str, Any]:
+def _modelopt_fields(section: Fields) -> Mapping[str, Any]:
     """Return ModelOpt's fields; those of `hf_quant_config.json` are one level deeper."""
-    return _object(own.get("quantization")) or own.values
+    return _object(section.get("quantization")) or section.values
 
 
-def _awq(own: Fields, method: str) -> list[Declared]:
-    if own.get("zero_point", True) is not True:
-        raise own.unsupported("zero_point", "weights without zero points are not served here")
-    layout = str(own.get("version", "gemm")).lower()
-    return [Declared(method, layout, _bits(own.get("bits", own.get("w_bit"))))]
+def _awq(section: Fields, method: str) -> list[Declared]:
+    if section.get("zero_point", True) is not True:
+        raise section.unsupported("zero_point", "weights without zero points are not served here")
+    layout = str(section.get("version", "gemm")).lower()
+    return [Declared(method, layout, _bits(section.get("bits", section.get("w_bit"))))]
 
 
-def _gptq(own: Fields, method: str) -> list[Declared]:
-    if own.get("dynamic"):
-        raise own.unsupported("dynamic", "other bits for some modules are not served here")
-    layout = "marlin" if own.get("is_marlin_format") else own.get("checkpoint_format", "gptq")
-    return [Declared(method, str(layout), _bits(own.get("bits")))]
+def _gptq(section: Fields, method: str) -> list[Declared]:
+    if section.get("dynamic"):
+        raise section.unsupported("dynamic", "other bits for some modules are not served here")
+    layout = (
+        "marlin" if section.get("is_marlin_format") else section.get("checkpoint_format", "gptq")
+    )
+    return [Declared(method, str(layout), _bits(section.get("bits")))]
 
 
-def _fp8(own: Fields, method: str) -> list[Declared]:
-    block = own.get("weight_block_size")
+def _fp8(section: Fields, method: str) -> list[Declared]:
+    block = section.get("weight_block_size")
     return [Declared(method, "per tensor" if block is None else "blocks", 8, _two(block))]
 
 

@@ -64,16 +64,16 @@ def each_tensor(
         only = f", only {others[0]}{and_more(others)}" if others else ""
         required = f"no .safetensors file in it{only}; weights are read from safetensors files"
         raise ConfigError(field, path, required)
-    seen: dict[str, Path] = {}
+    files_by_name: dict[str, Path] = {}
     for file in files:
         with _opened(field, file, framework) as opened:
             for stored in opened.keys():  # noqa: SIM118 - the handle does not iterate
                 name = plain_name(stored)
-                if name in seen:
+                if name in files_by_name:
                     second = f"in two files, the second is {file.name}"
                     twice = f"twice in {file.name}, under two spellings"
-                    raise ConfigError(field, name, twice if seen[name] == file else second)
-                seen[name] = file
+                    raise ConfigError(field, name, twice if files_by_name[name] == file else second)
+                files_by_name[name] = file
                 yield name, stored, opened
 
 

@@ -177,9 +177,9 @@ def check_tensors(
             stored_shape = list(tensors[name].shape)
             raise ConfigError(_tensor(name), stored_shape, f"the config asks for {list(shape)}")
     # Copies of the target's embedding and head are ignored: the draft borrows the target's.
-    known = {*expected, "embed_tokens.weight", "lm_head.weight"}
-    known |= {D2T, T2D} if is_part else check_map(config, tensors)
-    unexpected = sorted(tensors.keys() - known)
+    allowed = {*expected, "embed_tokens.weight", "lm_head.weight"}
+    allowed |= {D2T, T2D} if is_part else check_map(config, tensors)
+    unexpected = sorted(tensors.keys() - allowed)
     if unexpected:
         required = f"no draft of this config has this tensor{and_more(unexpected)}"
         raise ConfigError("draft checkpoint", unexpected[0], required)
@@ -197,10 +197,10 @@ def plain_tensors(
     plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(HARMLESS)}
     plain = _dequantized(config, plain)
     for name, parts in fused_tensors(config).items():
-        rows = sum(own.shape[0] for own in parts)
+        rows = sum(part.shape[0] for part in parts)
         if name in plain and plain[name].shape == (rows, *parts[0].shape[1:]):
             dtype = plain.pop(name).dtype
-            plain |= {own.name: StoredTensor(dtype, own.shape) for own in parts}
+            plain |= {part.name: StoredTensor(dtype, part.shape) for part in parts}
     return plain
 
 

@@ -49,9 +49,9 @@ def add_flags(
         names: field -> its spellings, separated by blanks.
         defaults: shown instead of the field's own.
     """
-    types, known = get_type_hints(settings), {option.name: option for option in fields(settings)}
+    types, options = get_type_hints(settings), {option.name: option for option in fields(settings)}
     for name, spellings in names.items():
-        option = known[name]
+        option = options[name]
         shown = {name: option.default, **(defaults or {})}[name]
         text = option.metadata["help"].replace("{default}", str(shown))
         keywords = {**_kind(types[name]), **option.metadata, "help": text}
@@ -70,8 +70,8 @@ def _kind(hint: Any) -> dict[str, Any]:
 
 def given(args: argparse.Namespace, settings: type) -> dict[str, Any]:
     """The fields of `settings` that were given; lists become tuples."""
-    known = {option.name for option in fields(settings)}
-    values = {name: value for name, value in vars(args).items() if name in known}
+    names = {option.name for option in fields(settings)}
+    values = {name: value for name, value in vars(args).items() if name in names}
     return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
 
@@ -117,17 +117,17 @@ def explained(
         lines = lines or [f"{' '.join(words)}: more than the arguments that are taken"]
     choice = re.match(r"argument ([^:]+): invalid choice: '(.*?)' \(choose from (.*)\)", message)
     if choice is not None:
-        known = re.findall(r"[^\s',]+", choice[3])
-        near = difflib.get_close_matches(choice[2], known, 1)
-        suggestion = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+        choices = re.findall(r"[^\s',]+", choice[3])
+        near = difflib.get_close_matches(choice[2], choices, 1)
+        suggestion = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}"
         lines = [f"{choice[1]}: {choice[2]!r}; {suggestion}"]
     return lines[:3]
 
 
-def _no_such(flag: str, known: Iterable[str], removed: Mapping[str, str]) -> str:
+def _no_such(flag: str, flags: Iterable[str], removed: Mapping[str, str]) -> str:
     instead = removed.get(flag.removeprefix("--").replace("-", "_"))
     if instead is not None:
         return f"{flag}: this flag was removed; {instead}"
-    near = difflib.get_close_matches(flag, known, 1)
+    near = difflib.get_close_matches(flag, flags, 1)
     suggestion = f"did you mean {near[0]}?" if near else "--help lists them"
     return f"{flag}: there is no such flag; {suggestion}"

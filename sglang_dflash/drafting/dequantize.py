@@ -84,9 +84,9 @@ def _packed(parts: Mapping[str, Tensor], declared: Declared) -> Tensor:
     )
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     # The dtype of the scales is that of its products.
-    given = {**parts, "weight_scale": parts["weight_scale"].float()}
+    compressed = {**parts, "weight_scale": parts["weight_scale"].float()}
     unpack = BaseCompressor.get_value_from_registry("pack-quantized")
-    return unpack.decompress(given, scheme)["weight"]
+    return unpack.decompress(compressed, scheme)["weight"]
 
 
 def _scaled(name: str) -> Callable[[Mapping[str, Tensor], Declared], Tensor]:

@@ -57,8 +57,8 @@ def check_ops(model: DraftModel, draft_block: int, verify_block: int) -> list[st
         return []
     cases, twin = op_cases(model, draft_block, verify_block), TorchOps()
     for name, run in cases.items():
-        for got, expected in zip(run(model.ops), run(twin), strict=True):
-            _compare(name, got, expected)
+        for actual, expected in zip(run(model.ops), run(twin), strict=True):
+            _compare(name, actual, expected)
     return list(cases)
 
 
@@ -178,7 +178,7 @@ def check_replay(fold: Fold, move_windows: MoveWindows, conv: Tensor, states: Te
     inputs = draw.floats(1, 2, channels, block + history)
     windows = inputs.unfold(3, history, 1)[:, :, :, 1:].permute(0, 1, 3, 2, 4)
     gates = draw.floats(2, 1, 2, block, value_heads)
-    given = VerifyInputs(inputs[..., :history], windows[..., -1], *gates)
+    verify_inputs = VerifyInputs(inputs[..., :history], windows[..., -1], *gates)
     rows, lengths = torch.arange(2, device=draw.device), draw.ints(2, block, 2)
     checkpoints = torch.where(rows > 0, 4, -1)
     moves = Moves(rows, rows, rows + 2, lengths, checkpoints, torch.ones_like(rows))
@@ -187,7 +187,7 @@ def check_replay(fold: Fold, move_windows: MoveWindows, conv: Tensor, states: Te
     results = []
     for run, move in ((fold, move_windows), (replay.fold_, replay.move_windows_)):
         after, moved = before.clone(), pool.clone()
-        run(layers, after, given, moves)
+        run(layers, after, verify_inputs, moves)
         move(moved, windows, moves)
         results.append((after, moved))
     (after, moved), (states_of_torch, windows_of_torch) = results
@@ -281,9 +281,11 @@ def _lookup_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
     totals = 40 * torch.stack((torch.ones_like(shares), shares))
 
     def source() -> DraftSource:
-        made = DraftSource(verify_block, model.config.vocab_size, DraftCounters(draw.device))
-        made.totals.copy_(totals)
-        return made
+        draft_source = DraftSource(
+            verify_block, model.config.vocab_size, DraftCounters(draw.device)
+        )
+        draft_source.totals.copy_(totals)
+        return draft_source
 
     def choose(ops: TorchOps) -> Sequence[Tensor]:
         chosen, drafts = ops.choose_source(source(), drafted, lengths, followed, verify_block)
@@ -303,13 +305,15 @@ def _lookup_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
     }
 
 
-def _compare(name: str, got: Any, expected: Tensor, computed_in: torch.dtype | None = None) -> None:
+def _compare(
+    name: str, actual: Any, expected: Tensor, computed_in: torch.dtype | None = None
+) -> None:
     """Raise SelfCheckFailed if the two differ by more than `TOLERANCE`; integers by anything."""
     allowed = TOLERANCE.get(computed_in or expected.dtype, 0.0)
-    difference = (got.double() - expected.double()).abs().max().item()
+    difference = (actual.double() - expected.double()).abs().max().item()
     scale = expected.double().abs().max().item() if allowed else 1.0
     # A NaN fails: it is not below anything.
-    if got.shape == expected.shape and difference <= allowed * scale:
+    if actual.shape == expected.shape and difference <= allowed * scale:
         return
     dtype = str(expected.dtype).removeprefix("torch.")
     raise _failed(

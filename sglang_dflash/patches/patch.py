@@ -215,9 +215,9 @@ def check(row: Patch) -> None:
         _refuse_applied(row)
     elif row.kind is Kind.PROPERTY and not isinstance(current, property):
         raise _error(row, f"expected a property, found a {type(current).__name__}")
-    own = row.target.partition(".")[0]
+    package = row.target.partition(".")[0]
     for module in _defining_modules(current):
-        if module == REGISTRY or module.partition(".")[0] not in (own, *DECORATORS):
+        if module == REGISTRY or module.partition(".")[0] not in (package, *DECORATORS):
             raise _error(row, f"already changed by {_name(current)}, defined in {module}")
 
 
@@ -259,8 +259,8 @@ def _hooks(row: Patch) -> list[tuple[str, Any, str]]:
     from sglang.srt.plugins.hook_registry import HookRegistry, _format_source
 
     # `_hooks` is a defaultdict: reading a missing key would add it.
-    known = HookRegistry._hooks.get(row.target, [])
-    return [(kind.value, hook, _format_source(source)) for kind, hook, source in known]
+    hooks = HookRegistry._hooks.get(row.target, [])
+    return [(kind.value, hook, _format_source(source)) for kind, hook, source in hooks]
 
 
 def _refuse_other_hooks(row: Patch) -> None:

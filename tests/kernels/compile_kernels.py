@@ -275,7 +275,7 @@ def cases() -> dict[str, Case]:
     for kept in (False, True):
         with_checkpoints = {"HAS_CHECKPOINTS": kept, **({} if kept else NO_CHECKPOINTS)}
         fold = {**GATED_DELTA, "BLOCK_V": gated_delta_fold.BLOCK_V, **with_checkpoints}
-        windows = {"KEPT": GATED_DELTA["W"] - 1, "BLOCK": gated_delta_fold.WINDOW_BLOCK}
+        windows = {"HISTORY": GATED_DELTA["W"] - 1, "BLOCK": gated_delta_fold.WINDOW_BLOCK}
         name, types = " checkpoints" * kept, {"EPS": "fp32"}
         found += [
             Case(f"gated_delta_fold{name}", gated_delta_fold.fold_kernel, fold, types=types),

@@ -65,10 +65,10 @@ def test_greedy_texts_are_those_of_one_at_a_time(
 def test_loops_are_cut(target: PreTrainedModel) -> None:
     loop = [11, 12, 13]
     job = DecodingJob([1], 100, sampled=False, tokens=[5, 6, *loop * 20])
-    job.look_for_loop(keep=24)
+    job.look_for_loop(tail=24)
     assert job.looped and job.is_done and len(job.tokens) == 2 + 24
     fine = DecodingJob([1], 100, sampled=False, tokens=list(range(60)))
-    fine.look_for_loop(keep=24)
+    fine.look_for_loop(tail=24)
     assert not fine.looped and len(fine.tokens) == 60
 
 

@@ -15,8 +15,8 @@ def read_head(fields: Fields) -> HeadConfig:
     """The head of a draft with these fields. Raises ConfigError, also if they have two heads."""
     heads = [head for each in HEADS[1:] if (head := each.read(fields)) is not None]
     if len(heads) > 1:
-        given = [next(name for name in head.keys if name in fields) for head in heads]
-        raise fields.error(given[1], f"beside {given[0]}, of another draft head, none")
+        keys = [next(name for name in head.keys if name in fields) for head in heads]
+        raise fields.error(keys[1], f"beside {keys[0]}, of another draft head, none")
     return heads[0] if heads else HEADS[0]()
 
 

@@ -84,9 +84,9 @@ class DFlash2Config(HeadConfig):
         if self.convolution is not None:
             for i in range(network.num_hidden_layers):
                 for name in ("attention_conv", "mlp_conv"):
-                    own = f"layers.{i}.{name}."
-                    shapes[f"{own}base_kernel"] = (2, self.convolution.kernel_size, width)
-                    shapes[f"{own}kernel_projection.weight"] = (self._kernels(width), width)
+                    prefix = f"layers.{i}.{name}."
+                    shapes[f"{prefix}base_kernel"] = (2, self.convolution.kernel_size, width)
+                    shapes[f"{prefix}kernel_projection.weight"] = (self._kernels(width), width)
         return shapes
 
     @property
@@ -132,8 +132,8 @@ def _together(fields: Fields, **most: int) -> list[int] | None:
     Args:
         most: name -> a bound far above any published draft.
     """
-    given = [name for name in most if name in fields and not _is_zero(fields.get(name))]
-    for name in most if given else ():
-        if name not in given:
-            raise fields.error(name, f"with {given[0]} a positive integer")
-    return [fields.positive_int(name, most=most[name]) for name in given] or None
+    declared = [name for name in most if name in fields and not _is_zero(fields.get(name))]
+    for name in most if declared else ():
+        if name not in declared:
+            raise fields.error(name, f"with {declared[0]} a positive integer")
+    return [fields.positive_int(name, most=most[name]) for name in declared] or None

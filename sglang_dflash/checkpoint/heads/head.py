@@ -76,8 +76,8 @@ class HeadConfig:
 
     def weights(self, network: Network) -> int:
         """Numbers of its tensors that a proposal reads once: of all but the tables."""
-        own = self.tensors(network)
-        return sum(prod(shape) for name, shape in own.items() if name not in self.tables)
+        shapes = self.tensors(network)
+        return sum(prod(shape) for name, shape in shapes.items() if name not in self.tables)
 
     @property
     def row_values(self) -> int:

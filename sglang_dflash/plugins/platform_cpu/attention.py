@@ -71,12 +71,12 @@ class AttentionCall:
             columns = torch.arange(len(self.slots) // requests)
             if causal:
                 queries = (self.first[:, None] + at)[..., None]
-                seen = columns <= queries
+                visible = columns <= queries
                 if window is not None:
-                    seen &= columns >= queries - window
+                    visible &= columns >= queries - window
             else:
-                seen = (columns < self.length[:, None, None]).expand(-1, self.count, -1)
-            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+                visible = (columns < self.length[:, None, None]).expand(-1, self.count, -1)
+            mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
             if self.count > 1:
                 added = missing_rows(groups * self.count)
                 mask = F.pad(mask.repeat(1, groups, 1), (0, 0, 0, added))

@@ -198,9 +198,9 @@ def _check_tokens(obj: Any, input_ids: Any, vocab_size: int) -> None:
         return
     session = getattr(obj, "session_params", None)
     has_history = isinstance(session, dict) and bool(session.get("id"))
-    field, given = ("input_ids", input_ids) if obj.text is None else ("text", obj.text)
+    field, prompt = ("input_ids", input_ids) if obj.text is None else ("text", obj.text)
     has_prompt = len(input_ids) > 0 or has_history or obj.input_embeds is not None
-    _require(has_prompt, f"{field} (prompt)", given, "no tokens; a prompt needs at least 1")
+    _require(has_prompt, f"{field} (prompt)", prompt, "no tokens; a prompt needs at least 1")
     required = f"token ids are integers from 0 to {vocab_size - 1}"
     try:
         tokens = array("q", input_ids)

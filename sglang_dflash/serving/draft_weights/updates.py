@@ -198,8 +198,8 @@ class TargetAndDraft:
     def end_weight_update(self, *, run_post_load: bool) -> None:
         self._target.end_weight_update(run_post_load=run_post_load)
 
-    def check_weights(self, **asked: Any) -> Any:
-        return self._runner.check_weights(**asked)
+    def check_weights(self, **arguments: Any) -> Any:
+        return self._runner.check_weights(**arguments)
 
     def update_weights_from_tensor(self, named_tensors: Any, load_format: Any = None) -> Result:
         def load_target(named: Any) -> Result:

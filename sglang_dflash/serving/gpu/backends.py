@@ -42,9 +42,9 @@ def asked_attention(server_args: Any) -> str | None:
     SGLang resolves an unset flag to the target's backend, and replaces names that it does not know.
     Its resolution is kept beside the field, which holds what was given.
     """
-    given = server_args.speculative_draft_attention_backend
+    backend = server_args.speculative_draft_attention_backend
     # SGLang's name for its torch backend on a plain CPU.
-    return "torch" if given == "torch_native" else given
+    return "torch" if backend == "torch_native" else backend
 
 
 def draft_kv_dtype(server_args: Any, model_dtype: torch.dtype) -> torch.dtype:

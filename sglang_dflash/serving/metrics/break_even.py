@@ -34,11 +34,11 @@ def measured(report: Mapping[str, Any]) -> list[BreakEven]:
     """
     points = []
     for place in report.get("width_costs") or ():
-        took = {int(width): ms for width, ms in place["milliseconds"].items() if ms}
-        plain = took.pop(1, None)
+        costs = {int(width): ms for width, ms in place["milliseconds"].items() if ms}
+        plain = costs.pop(1, None)
         if plain is not None:
             at = place["requests"], place["context"]
-            points += [BreakEven(*at, width, round(ms / plain, 2)) for width, ms in took.items()]
+            points += [BreakEven(*at, width, round(ms / plain, 2)) for width, ms in costs.items()]
     return points
 
 

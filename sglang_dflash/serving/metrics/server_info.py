@@ -255,11 +255,11 @@ class ServerInfo:
         shares = ours.get("step_shares")
         if not shares or ours.get("decode_steps", 0) < ENOUGH_STEPS:
             return None
-        took = f"a step takes {ours['step_milliseconds']:.1f} ms"
+        total = f"a step takes {ours['step_milliseconds']:.1f} ms"
         if self._machine.get("accelerator") is None:
-            return f"{took}: {', '.join(f'{part} {share:.0%}' for part, share in shares.items())}"
+            return f"{total}: {', '.join(f'{part} {share:.0%}' for part, share in shares.items())}"
         launched = (f"{part} {share:.0%}" for part, share in shares.items() if part != "host")
-        return f"{took}; the host launches {', '.join(launched)}, and works or waits in the rest"
+        return f"{total}; the host launches {', '.join(launched)}, and works or waits in the rest"
 
     def _without_drafts(self) -> list[str]:
         """In words, steps without drafts: of width 1, or with one token per step of a request."""
@@ -283,9 +283,9 @@ class ServerInfo:
             else NOT_KNOWN
         )
         # Of a server without this package: what was asked for.
-        asked, version = self.info.get("dtype"), self.info.get("version")
+        dtype, version = self.info.get("dtype"), self.info.get("version")
         return {
-            "dtype": machine.get("dtype") or (NOT_KNOWN if asked in (None, "auto") else asked),
+            "dtype": machine.get("dtype") or (NOT_KNOWN if dtype in (None, "auto") else dtype),
             "device": machine.get("accelerator") or cpu,
             "engine": f"SGLang {version}" if version else NOT_KNOWN,
             "torch": machine.get("torch", NOT_KNOWN),

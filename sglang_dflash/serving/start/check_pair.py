@@ -167,8 +167,8 @@ def _check_target_class(model: Any) -> None:
     from sglang.srt.models.registry import ModelRegistry  # Imports every model.
 
     # SGLang serves an unknown architecture with its class for Transformers' models.
-    known = any(map(ModelRegistry.is_arch_supported, names))
-    if not known or not hasattr(ModelRegistry.resolve_model_cls(names)[0], METHOD):
+    is_native = any(map(ModelRegistry.is_arch_supported, names))
+    if not is_native or not hasattr(ModelRegistry.resolve_model_cls(names)[0], METHOD):
         raise unserved_class(model.model_path, names)
 
 

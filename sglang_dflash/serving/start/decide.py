@@ -90,9 +90,9 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
 
 def _attention(server_args: Any, model: DraftModel, device: torch.device, kv: torch.dtype) -> str:
     """The name of the draft attention backend. Raises ConfigError."""
-    asked = asked_attention(server_args)
-    chosen = choose_attention(asked, model.config, device, ATTENTION, kv)
-    if asked is None and "flashinfer" in attention_backends_of(resolving_view(server_args)):
+    requested = asked_attention(server_args)
+    chosen = choose_attention(requested, model.config, device, ATTENTION, kv)
+    if requested is None and "flashinfer" in attention_backends_of(resolving_view(server_args)):
         logger.info(
             "the target attends by FlashInfer, the draft by %s: FlashInfer plans each "
             "step on the host, which has no part in a recorded draft step",

@@ -63,9 +63,9 @@ def get_config(original: Any, model: Any, *args: Any, **named: Any) -> Any:
     named = {**dict(zip(names, args, strict=False)), **named}
     file = cached_config(str(model), named.get("revision"))
     raw = {} if file is None else read_json_object(file, "draft checkpoint")
-    if (known := flat(raw)) is not raw:
+    if (flat_config := flat(raw)) is not raw:
         # SGLang has its class for these layers under that name.
-        return AutoConfig.for_model(**{**known, "architectures": ["DFlashDraftModel"]})
+        return AutoConfig.for_model(**{**flat_config, "architectures": ["DFlashDraftModel"]})
     return original(model, **{**named, "trust_remote_code": False, "model_config_parser": "hf"})
 
 
@@ -138,9 +138,9 @@ def _wrong_field(raw: Mapping[str, Any]) -> str | None:
     """The field without which Transformers can read the config; None if there is not one."""
 
     def is_read_without(name: str) -> bool:
-        kept = {other: value for other, value in flat(raw).items() if other != name}
+        other_fields = {other: value for other, value in flat(raw).items() if other != name}
         try:
-            AutoConfig.for_model(**kept)
+            AutoConfig.for_model(**other_fields)
         except Exception:  # Of many types.
             return False
         return True

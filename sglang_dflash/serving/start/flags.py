@@ -124,9 +124,9 @@ class ServerFlags:
     @classmethod
     def of(cls, server_args: Any) -> ServerFlags:
         """Return the values of our flags in SGLang's arguments."""
-        given = _given(server_args)
+        values = _given(server_args)
         named = {each.name: PREFIX + each.name for each in fields(cls)}
-        return cls(**{name: given[long] for name, long in named.items() if long in given})
+        return cls(**{name: values[long] for name, long in named.items() if long in values})
 
 
 # Keyword arguments of `sglang.Engine` that are ours.
@@ -159,11 +159,11 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     """After `ServerArgs.add_cli_args`: our flags, another spelling of two of SGLang's, and a line
     about a mistake in place of the usage, which has 500, or of a traceback."""
     _add_ours(parser)
-    known = parser._option_string_actions
+    actions = parser._option_string_actions
     for alias, name in ALIASES.items():
-        action = known[_typed(alias)] = known[_typed(name)]
+        action = actions[_typed(alias)] = actions[_typed(name)]
         action.option_strings = [*action.option_strings, _typed(alias)]
-    known[ALGORITHM_FLAG].type = _algorithm
+    actions[ALGORITHM_FLAG].type = _algorithm
     parser.error = functools.partial(  # type: ignore[method-assign]
         end_in_one_line, parser, removed=REMOVED
     )
@@ -214,16 +214,16 @@ def keep_flags(server_args: Any, _cls: type, namespace: argparse.Namespace) -> A
         _check_command_line(namespace)
     except ConfigError as error:
         raise error.named(TYPED) from None
-    given = {name: getattr(namespace, name) for name in NAMES if hasattr(namespace, name)}
-    return _attach(server_args, given)
+    values = {name: getattr(namespace, name) for name in NAMES if hasattr(namespace, name)}
+    return _attach(server_args, values)
 
 
-def _check_command_line(given: argparse.Namespace) -> None:
+def _check_command_line(namespace: argparse.Namespace) -> None:
     """Raise ConfigError for what SGLang would find minutes later, or tell in a traceback."""
-    if getattr(given, "model_path", None) is not None:
-        check_path("target", given.model_path)
-    if listens(sys.argv) and not given.node_rank:
-        check_port(given.host, given.port)
+    if getattr(namespace, "model_path", None) is not None:
+        check_path("target", namespace.model_path)
+    if listens(sys.argv) and not namespace.node_rank:
+        check_port(namespace.host, namespace.port)
 
 
 def server_args_from_kwargs(**kwargs: Any) -> Any:
@@ -237,22 +237,22 @@ def server_args_from_kwargs(**kwargs: Any) -> Any:
     for name, instead in REMOVED.items():
         if name in kwargs:
             raise ConfigError(name, kwargs[name], f"this flag was removed; {instead}")
-    given = {name: kwargs.pop(name) for name in NAMES if name in kwargs}
+    values = {name: kwargs.pop(name) for name in NAMES if name in kwargs}
     for alias, name in ALIASES.items():
         if alias in kwargs:
             kwargs[name] = kwargs.pop(alias)
-    return _attach(ServerArgs(**kwargs), given)
+    return _attach(ServerArgs(**kwargs), values)
 
 
-def _attach(server_args: Any, given: dict[str, Any]) -> Any:
+def _attach(server_args: Any, values: dict[str, Any]) -> Any:
     for row in fields(ServerFlags):
         # The command line's parser has checked them; keyword arguments pass none.
         choices = row.metadata["argparse"].get("choices")
-        value = given.get(PREFIX + row.name, row.default)
+        value = values.get(PREFIX + row.name, row.default)
         if choices is not None and value not in choices:
             flag = _typed(PREFIX + row.name)
             raise ConfigError(flag, value, f"choose one of {', '.join(choices)}")
-    setattr(server_args, ATTRIBUTE, given)
+    setattr(server_args, ATTRIBUTE, values)
     return server_args
 
 
@@ -276,13 +276,13 @@ def warn_without_effect(server_args: Any, reason: str) -> None:
 
 def warn_ignored(server_args: Any) -> None:
     """Log a line for SGLang's flags that our worker does not read, if any has not its default."""
-    given = {
+    changed = {
         _typed(row.name): value
         for row in msgspec.structs.fields(type(server_args))
         if (value := getattr(server_args, row.name)) != row.default
     }
     for row in IGNORED:
-        lost = [flag for flag in given if row.has(flag) and given[flag] not in row.followed]
+        lost = [flag for flag in changed if row.has(flag) and changed[flag] not in row.followed]
         if lost:
             logger.warning("%s: no effect: %s", ", ".join(lost), row.why)
 

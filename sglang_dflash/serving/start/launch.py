@@ -48,24 +48,24 @@ def refuse_early(argv: Sequence[str]) -> None:
     # Its children have the same command line.
     if not listens(argv) or multiprocessing.parent_process() is not None:
         return
-    given = known_settings(argv)
+    settings = known_settings(argv)
     # A file of flags is read by the server's parser only, which also answers --help.
-    if given is None or not {"help", "config"}.isdisjoint(given):
+    if settings is None or not {"help", "config"}.isdisjoint(settings):
         return
     try:
-        _check(given)
+        _check(settings)
     except ConfigError as error:
         raise SystemExit(f"sglang-dflash: {error.named(_NAMES)}") from None
 
 
-def _check(given: Mapping[str, Any]) -> None:
+def _check(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError."""
-    target, draft = given.get("model_path"), given.get("speculative_draft_model_path")
+    target, draft = settings.get("model_path"), settings.get("speculative_draft_model_path")
     if target is not None:
         check_path("target", target)
-    if given.get("speculative_algorithm", "").upper() != "DFLASH" or target is None:
+    if settings.get("speculative_algorithm", "").upper() != "DFLASH" or target is None:
         return
-    if given.get("enable_return_aux_hidden_states"):
+    if settings.get("enable_return_aux_hidden_states"):
         # No draft: the algorithm is only whose layer numbers are meant.
         return
     check_target_folder(target)
@@ -73,7 +73,7 @@ def _check(given: Mapping[str, Any]) -> None:
         published_draft(target)
         return
     check_path("draft", draft)
-    if exists(draft) and given.get("speculative_dflash_worker") != "builtin":
+    if exists(draft) and settings.get("speculative_dflash_worker") != "builtin":
         _check_pair(target, draft)
 
 

@@ -282,9 +282,13 @@ def size_state_pool(original: Any, configurator: Any, total_rest_gb: float) -> f
 def _splits_by_default(configurator: Any) -> bool:
     """Return whether SGLang would split the memory by a ratio that neither a flag nor the model
     gives."""
-    asked, schedule = getattr(configurator.server_args, "_raw_input", None) or {}, get_schedule()
+    raw_input = getattr(configurator.server_args, "_raw_input", None) or {}
+    schedule = get_schedule()
     return (
-        all(asked.get(name) is None for name in ("max_mamba_cache_size", "mamba_full_memory_ratio"))
+        all(
+            raw_input.get(name) is None
+            for name in ("max_mamba_cache_size", "mamba_full_memory_ratio")
+        )
         and schedule.mamba_full_memory_ratio == STATE_RATIO
         and not get_memory().disable_radix_cache
     )
@@ -317,8 +321,8 @@ def _choose_states(configurator: Any, reservation: DraftReservation, memory: int
         chosen, by_ratio, (by_ratio - chosen) * demand.state / 2**30, STATE_RATIO,
     )  # fmt: skip
     # SGLang divides a number that is given.
-    given = chosen * configurator.attn_dp_size
-    get_context().override("sglang_dflash.recurrent_states", max_mamba_cache_size=given)
+    total_states = chosen * configurator.attn_dp_size
+    get_context().override("sglang_dflash.recurrent_states", max_mamba_cache_size=total_states)
 
 
 def _state_bytes(configurator: Any) -> int:

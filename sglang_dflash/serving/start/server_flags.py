@@ -138,10 +138,10 @@ def settings_of(command: Sequence[str]) -> dict[str, Any]:
         required = "missing; --model-path names the target, and `sglang serve` reads it from no file"
         raise ConfigError(COMMAND, required=required)
     words = with_file(typed, rows())
-    given, others = flag_parser.parse_known_args(words)
+    namespace, others = flag_parser.parse_known_args(words)
     if others:
         flag_parser.error(f"unrecognized arguments: {' '.join(others)}")
-    return vars(given)
+    return vars(namespace)
 
 
 def known_settings(command: Sequence[str]) -> dict[str, Any] | None:

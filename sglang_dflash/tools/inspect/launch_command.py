@@ -94,18 +94,18 @@ def is_launch(words: Sequence[str]) -> bool:
     return any(word.partition("=")[0] in flags for word in words)
 
 
-def without_own(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
+def without_own(words: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
     """Divide words that are flags of `inspect` and of a server: those that only `inspect` has, with
     their values, and the rest. A flag of both is a server's.
 
     Args:
-        own: flags of `inspect`.
+        flags: those of `inspect`.
     """
     of_servers = {flag for row in rows() for flag in row["flags"]}
     ours, theirs = list[str](), list[str]()
     for run in _runs(words):
         flag = run[0].partition("=")[0]
-        (ours if flag in own and flag not in of_servers else theirs).extend(run)
+        (ours if flag in flags and flag not in of_servers else theirs).extend(run)
     return ours, theirs
 
 

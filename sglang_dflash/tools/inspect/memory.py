@@ -120,8 +120,8 @@ def _pools(
     if not state or serving.kv_memory_gib is not None:
         return None, None, None
     # SGLang's sizing leaves room for a state per position, more than its snapshots take.
-    snapshot, given = options.verify_block * state, serving.max_mamba_cache_size
-    slots = given or sglang_states(memory + steps, state, snapshot)
+    snapshot, max_slots = options.verify_block * state, serving.max_mamba_cache_size
+    slots = max_slots or sglang_states(memory + steps, state, snapshot)
     pool = snapshots = state_pool(slots, requests, state, 0, snapshot)
     if recurrent["recurrent_rollback"] == "replay":
         demand = StateDemand.of(
@@ -131,7 +131,7 @@ def _pools(
             target_token=target_kv,
             context=options.context,
         )
-        slots = given or default_states(memory + steps - (requests + 1) * replay, steps, demand)
+        slots = max_slots or default_states(memory + steps - (requests + 1) * replay, steps, demand)
         pool = state_pool(slots, requests, state, replay, 0)
     if not pool.carried:
         raise ConfigError(
@@ -140,7 +140,7 @@ def _pools(
             f"{memory / GIB:.2f} GiB beside weights and draft steps hold the recurrent states "
             f"of no request; give more, or fewer requests ({{max_running_requests}})",
         )
-    plain = given or sglang_states(alone, state)
+    plain = max_slots or sglang_states(alone, state)
     return pool, snapshots, state_pool(plain, requests, state, 0, 0)
 
 
@@ -175,8 +175,8 @@ def _target_weights(target: ModelFacts, geometry: TargetGeometry, serving: Servi
         required = f"the weights of {target.name} are quantized already; leave it out"
         raise ConfigError("quantization", serving.quantization, required)
     # SGLang leaves the embeddings and the lm_head as they are.
-    kept = sizes.embedding_bytes(geometry, tied=bool(target.config.get("tie_word_embeddings")))
-    return kept + (target.weight_bytes - kept) // 2
+    embedding = sizes.embedding_bytes(geometry, tied=bool(target.config.get("tie_word_embeddings")))
+    return embedding + (target.weight_bytes - embedding) // 2
 
 
 def is_quantized(target: ModelFacts) -> bool:

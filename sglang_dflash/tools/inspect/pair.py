@@ -65,13 +65,13 @@ def _check(
     geometry: TargetGeometry,
 ) -> None:
     """Compare the draft with the target and with its own weights, as far as is known."""
-    known = config
+    comparable = config
     if draft.unknown:
         # The mask token may be unknown, and does not matter for this check.
-        own = {"mask_token_id": 0, **(draft.config.get("dflash_config") or {})}
-        known = DraftConfig.from_dict({**draft.config, "dflash_config": own})
-    if known is not None:
-        known.check_target(
+        dflash_config = {"mask_token_id": 0, **(draft.config.get("dflash_config") or {})}
+        comparable = DraftConfig.from_dict({**draft.config, "dflash_config": dflash_config})
+    if comparable is not None:
+        comparable.check_target(
             hidden_size=geometry.hidden_size,
             vocab_size=geometry.vocab_size,
             num_layers=geometry.num_hidden_layers,
@@ -93,8 +93,8 @@ def context_of(target: ModelFacts) -> int | None:
 def other_target(target: str, draft: str) -> list[str]:
     """A warning if the collection lists the draft for other targets."""
     listed = [
-        known
-        for known, drafts in published_pairs().items()
+        published
+        for published, drafts in published_pairs().items()
         if draft.casefold() in (name.casefold() for name in drafts)
     ]
     if not listed or target.casefold() in (name.casefold() for name in listed):

@@ -80,8 +80,8 @@ def suggest(pair: Pair, sessions: int | None = None) -> dict[str, Any]:
         "SGLang's worker": most(pair._replace(builtin=BUILTIN_FLAG), AS_ASKED),
         "without a draft": most(pair, AS_ASKED, drafts=False),
     }
-    asked = served if sessions is None else min(sessions, served)
-    command = command_of(pair, AS_ASKED, asked) if asked and asked >= (sessions or 1) else None
+    requests = served if sessions is None else min(sessions, served)
+    command = command_of(pair, AS_ASKED, requests) if requests >= (sessions or 1) else None
     rows = list[dict[str, Any]]()
     if command is None or sessions is None:
         for set_up, count in _others(pair, sessions, served):

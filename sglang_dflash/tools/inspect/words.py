@@ -66,25 +66,26 @@ def at_context(facts: Mapping[str, Any]) -> str | None:
     )
 
 
-def capped(memory: Mapping[str, Any], asked: int) -> list[str]:
+def capped(memory: Mapping[str, Any], max_running: int) -> list[str]:
     """A warning if fewer requests run at a time than are asked for."""
     slots, running = memory["recurrent_slots"], memory["running_requests"]
-    if running == asked:
+    if running == max_running:
         return []
     return [
-        f"--max-running-requests {asked}: SGLang runs {running} at a time, for it keeps {slots} "
-        "recurrent states (--mamba-full-memory-ratio 0.9); --max-mamba-cache-size gives another "
-        "number of them"
+        f"--max-running-requests {max_running}: SGLang runs {running} at a time, for it keeps "
+        f"{slots} recurrent states (--mamba-full-memory-ratio 0.9); --max-mamba-cache-size gives "
+        "another number of them"
     ]
 
 
-def extended(own: int | None, asked: int | None) -> list[str]:
+def extended(max_positions: int | None, context_length: int | None) -> list[str]:
     """A warning if requests may be longer than the target's config says."""
-    if own is None or asked is None or asked <= own:
+    if max_positions is None or context_length is None or context_length <= max_positions:
         return []
     return [
-        f"--context-length {asked}: the target's max_position_embeddings is {own}; SGLang refuses "
-        "to start unless the config that it reads extends it, as by YaRN"
+        f"--context-length {context_length}: the target's max_position_embeddings is "
+        f"{max_positions}; SGLang refuses to start unless the config that it reads extends it, as "
+        "by YaRN"
     ]
 
 

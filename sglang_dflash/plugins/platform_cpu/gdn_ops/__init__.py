@@ -18,8 +18,8 @@ def real_rows(slots: Tensor) -> tuple[Tensor, Tensor]:
 
 def refuse(function: str, **unserved: object) -> None:
     """Raise NotImplementedError if an argument of a feature that this platform lacks is given."""
-    given = sorted(name for name, value in unserved.items() if value is not None)
-    if given:
+    arguments = sorted(name for name, value in unserved.items() if value is not None)
+    if arguments:
         raise NotImplementedError(
-            f"{function}: {', '.join(given)} is not served on the plain-CPU platform"
+            f"{function}: {', '.join(arguments)} is not served on the plain-CPU platform"
         )

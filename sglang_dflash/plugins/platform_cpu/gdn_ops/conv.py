@@ -34,13 +34,13 @@ def causal_conv1d_fn(
     bounds = query_start_loc.tolist()
     slots = range(len(bounds) - 1) if cache_indices is None else cache_indices.tolist()
     is_continued = [False] * len(slots) if has_initial_state is None else has_initial_state.tolist()
-    keep = weight.shape[1] - 1
+    window_size = weight.shape[1] - 1
     tokens = x.T
     out = torch.zeros(tokens.shape, dtype=x.dtype, device=x.device)
     for slot, old, start, end in zip(slots, is_continued, bounds[:-1], bounds[1:], strict=True):
         if slot < 0 or start == end:
             continue
-        history = conv_states[slot, :, :keep]
+        history = conv_states[slot, :, :window_size]
         # Not multiplied by zero: a fresh slot may hold anything.
         history = history if old else torch.zeros_like(history)
         conv, windows = gdn.causal_conv(
@@ -51,7 +51,7 @@ def causal_conv1d_fn(
             activation_name(activation),
         )
         out[start:end] = conv[0].to(x.dtype)
-        conv_states[slot, :, :keep] = windows[0, -1].to(conv_states.dtype)
+        conv_states[slot, :, :window_size] = windows[0, -1].to(conv_states.dtype)
     return out.T
 
 
@@ -91,14 +91,14 @@ def causal_conv1d_update(
     tokens = x[:, None] if x.ndim == 2 else x.transpose(1, 2)
     slots = torch.arange(len(x)) if conv_state_indices is None else conv_state_indices
     rows, slots = real_rows(slots)
-    keep = weight.shape[1] - 1
+    window_size = weight.shape[1] - 1
     conv, windows = gdn.causal_conv(
-        tokens[rows], conv_state[slots, :, :keep], weight, bias, activation_name(activation)
+        tokens[rows], conv_state[slots, :, :window_size], weight, bias, activation_name(activation)
     )
     out = torch.zeros(tokens.shape, dtype=x.dtype, device=x.device)
     out[rows] = conv.to(x.dtype)
     if intermediate_conv_window is None:
-        conv_state[slots, :, :keep] = windows[:, -1].to(conv_state.dtype)
+        conv_state[slots, :, :window_size] = windows[:, -1].to(conv_state.dtype)
     elif intermediate_state_indices is None:
         raise ValueError("intermediate_conv_window needs intermediate_state_indices")
     else:
