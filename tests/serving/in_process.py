@@ -125,7 +125,7 @@ def worker_of(
     worker: Any = DFlashWorker(
         verify_block=block, features=model.config.target_hidden_width, carried=2,
         req_to_token=table, widths=widths, drafter=drafter,
-        target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
+        target_forward=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
         accept=accept, rollback=rollback, ranks=ranks, lookup=lookup,
         host_tier=HostTier(groups, 2) if hierarchical else None, waiting_steps=waiting_steps,
         seeds=Seeds(ROWS, 0, table.device), figures=figures, observer=StepObserver(),

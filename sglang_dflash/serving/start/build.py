@@ -136,7 +136,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         """
         plan, target_worker = self._plan, self._target_worker
         block, runner = plan.options.verify_block, target_worker.model_runner
-        target = target_forward(target_worker, plan.policy.widths, plan.device)
+        forward = target_forward(target_worker, plan.policy.widths, plan.device)
         if plan.recorder is not None:
             eager, admitted = drafter, self.req_to_token_pool.size
             drafter = graphed(drafter, plan.recorder(), req_to_token, admitted, plan.is_checked)
@@ -163,7 +163,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             req_to_token=req_to_token,
             widths=widths,
             drafter=drafter,
-            target=target,
+            target_forward=forward,
             target_tokens=target_tokens,
             accept=sampling.accept_rule(block, plan.model.ops.accept),
             rollback=plan.rollback,

@@ -71,7 +71,7 @@ class DFlashWorker:
     req_to_token: Tensor
     widths: StepWidths
     drafter: Proposer
-    target: TargetForward
+    target_forward: TargetForward
     target_tokens: TargetTokens
     accept: sampling.AcceptRule
     rollback: Rollback | None
@@ -119,7 +119,7 @@ class DFlashWorker:
         prompt = place_prompt(batch, self.req_to_token, self.drafter.groups, self.carried)
         if self.lookup is not None:
             write_texts(batch, self.lookup)
-        result = self.target.prefill(batch, pp_proxy_tensors)
+        result = self.target_forward.prefill(batch, pp_proxy_tensors)
         self.ranks.prompt_tokens(result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
@@ -150,24 +150,24 @@ class DFlashWorker:
             block, by_rule = self._propose(batch, step)
             if self.lookup is not None:
                 self.lookup.write(step.rows[:, None], step.positions, block)
-        with self.figures.times.phase("verify"), self.target.at(step.width):
-            target, accepted = self._verify(batch, step, block, barrier)
+        with self.figures.times.phase("verify"), self.target_forward.at(step.width):
+            result, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
             self._sampled_drafts.learn(by_rule, accepted)
             if self.lookup is not None and step.width > 1:
                 self.lookup.learn(accepted)
         with self.figures.times.phase("commit"):
-            self._commit(batch, step, target.logits_output, accepted)
+            self._commit(batch, step, result.logits_output, accepted)
             self.drafter.counters.send()
         self.observer.after_step(batch, step, accepted, new_seq_lens)
         # The target's own result has what else the request asked for, such as routed experts.
-        target.next_token_ids = accepted.tokens.flatten()
-        target.accept_lens, target.new_seq_lens = accepted.lengths.int(), new_seq_lens
-        target.next_draft_input = draft_input(accepted.bonus, new_seq_lens, in_flight=step.width)
-        target.speculative_num_draft_tokens = step.width
-        target.cap_lens = verified_tokens(batch, step.width)
-        return target
+        result.next_token_ids = accepted.tokens.flatten()
+        result.accept_lens, result.new_seq_lens = accepted.lengths.int(), new_seq_lens
+        result.next_draft_input = draft_input(accepted.bonus, new_seq_lens, in_flight=step.width)
+        result.speculative_num_draft_tokens = step.width
+        result.cap_lens = verified_tokens(batch, step.width)
+        return result
 
     def _next_step(self, batch: ScheduleBatch, width: int) -> Step:
         record_stream(batch.seq_lens)
@@ -200,8 +200,8 @@ class DFlashWorker:
         self, batch: ScheduleBatch, step: Step, block: Tensor, barrier: Barrier | None
     ) -> tuple[GenerationBatchResult, Accepted]:
         grammar = sampling.grammar_mask(batch, block, barrier)
-        target = self.target(batch, block, step.positions, step.slots)
-        output = target.logits_output
+        result = self.target_forward(batch, block, step.positions, step.slots)
+        output = result.logits_output
         tokens = self.target_tokens(batch, output, block, step.positions, grammar)
         accepted = self.accept(self._mask_unacceptable(batch, step, block), tokens)
         self.target_tokens.penalties.commit(batch, accepted.tokens, accepted.lengths)
@@ -211,11 +211,11 @@ class DFlashWorker:
             sampling.compute_spec_logprobs(
                 batch, output, accepted.tokens.flatten(), chain_stride=step.width
             )
-        if self.rollback is not None and not self.target.is_plain_decoding(step.width):
+        if self.rollback is not None and not self.target_forward.is_plain_decoding(step.width):
             # Before the new lengths are published: the next forward reads these states.
             due = checkpoints_due(batch, step.seq_lens, accepted.lengths)
             self.rollback.commit(accepted.lengths, due)
-        return target, accepted
+        return result, accepted
 
     def _mask_unacceptable(self, batch: ScheduleBatch, step: Step, block: Tensor) -> Tensor:
         """Return the block with -1 for drafts that must not be accepted: those of requests that

@@ -137,7 +137,7 @@ def test_a_decode_step_of_any_width_waits_for_nothing(gpu: FakeCuda) -> None:
     worker = worker_of(None, "cuda", widths=widths_of(policy))
     runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None)
     worker.target_worker.model_runner = runner
-    worker.target = TargetForwardByWidth(worker.target_worker, (4,))
+    worker.target_forward = TargetForwardByWidth(worker.target_worker, (4,))
     worker.drafter.counters = DraftCounters("cuda", pinned=True)
     batches = [decode_of(LENGTHS, "cuda", reqs=[request("a"), request("b")]) for _ in range(24)]
     gpu.crossings.clear()

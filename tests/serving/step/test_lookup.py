@@ -38,7 +38,7 @@ def texts_after(worker: Any, steps: int, poison: Tensor) -> tuple[list[list[int]
     """Return the texts that `PROMPTS` have become, and the blocks verified on the way. The prefix
     cache holds three tokens of the second one."""
     worker.lookup.texts.copy_(poison)
-    worker.target.is_plain_decoding = lambda width: False
+    worker.target_forward.is_plain_decoding = lambda width: False
     lengths = [len(ids) for ids in PROMPTS]
     prefill = prefill_of([0, 3], lengths)
     prefill.reqs = requests(PROMPTS)

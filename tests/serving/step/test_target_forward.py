@@ -207,7 +207,7 @@ def test_width_1_is_verified_and_recurrent_states_follow(monkeypatch: pytest.Mon
     rollback, widths = Rollback(runner), [1, 3, BLOCK, 1]
     worker = worker_of(rollback=rollback, widths=widths_of(Scripted(widths)))
     worker.target_worker.model_runner = runner
-    worker.target = TargetForwardByWidth(worker.target_worker, (1, 3, BLOCK))
+    worker.target_forward = TargetForwardByWidth(worker.target_worker, (1, 3, BLOCK))
     run_steps(worker, widths)
     assert verified == [(width, width) for width in widths]
     assert [width for width, _ in rollback.found] == widths
