@@ -25,12 +25,12 @@ class PendingContext:
     def __init__(self, drafter: Proposer, most: int) -> None:
         """`most`: steps that wait at most."""
         self._drafter, self._most = drafter, most
-        self._requests: list[Hashable] = []
+        self._rids: list[Hashable] = []
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(
         self,
-        requests: Sequence[Hashable],
+        rids: Sequence[Hashable],
         target_hidden: Tensor,
         positions: Tensor,
         slots: Tensor,
@@ -38,14 +38,14 @@ class PendingContext:
         """Keep one token of each request.
 
         Args:
-            requests: R names.
+            rids: ids of the R requests.
             target_hidden: `[R, F * E]`, see `Proposer.absorb`. A captured graph may overwrite it.
             positions, slots: int64 `[R, 1]`.
         """
-        requests = list(requests)
-        if requests != self._requests:
+        rids = list(rids)
+        if rids != self._rids:
             self.absorb()
-            self._requests = requests
+            self._rids = rids
         self._waiting.append((target_hidden.clone(), positions.flatten(), slots.flatten()))
         if len(self._waiting) >= self._most:
             self.absorb()

@@ -54,12 +54,12 @@ class WidthPolicy:
         self.widths: tuple[int, ...] = (verify_block,)
 
     def choose(
-        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+        self, rids: Sequence[Hashable], context: int, most: int, undrafted: int = 0
     ) -> int:
         """The width of the next step.
 
         Args:
-            requests: those that take drafts.
+            rids: ids of the requests that take drafts.
             context: committed tokens of the longest request.
             most: tokens that a request can still take, at most.
             undrafted: other requests of the batch, which take one token per step.
@@ -69,10 +69,12 @@ class WidthPolicy:
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
         """A step of that many requests had this duration."""
 
-    def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
-        """Outcome of a step: accepted drafts of each request that took drafts and still runs.
+    def observe(self, rids: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
+        """Take in the outcome of a step of that width. Called once per step, in their order.
 
-        Called once per step, in their order.
+        Args:
+            rids: ids of the requests that took drafts and still run.
+            accepted: accepted drafts of each.
         """
 
     def report(self) -> Mapping[str, Any]:
@@ -241,18 +243,18 @@ class AdaptiveWidth(WidthPolicy):
         self._untimed_steps = 0
         self._cold_steps = COLD_STEPS
         # Requests of the last step that drafted; steps without an outcome yet, two under overlap.
-        self._last_requests: frozenset[Hashable] = frozenset()
+        self._last_rids: frozenset[Hashable] = frozenset()
         self._undecided: deque[_Chosen] = deque(maxlen=4)
         self._probe_steps = 0
         self._total_seconds, self._probe_seconds = 0.0, 0.0
 
     def choose(
-        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+        self, rids: Sequence[Hashable], context: int, most: int, undrafted: int = 0
     ) -> int:
         step = _Chosen(1)
-        if requests and most > 1:
-            bucket = CostBucket.of(len(requests) + undrafted, context)
-            step = self._decide(requests, undrafted, bucket, most)
+        if rids and most > 1:
+            bucket = CostBucket.of(len(rids) + undrafted, context)
+            step = self._decide(rids, undrafted, bucket, most)
         self._undecided.append(step)
         self._probe_steps += step.is_probe
         for width in self.widths:
@@ -262,7 +264,7 @@ class AdaptiveWidth(WidthPolicy):
 
     def _decide(
         self,
-        requests: Sequence[Hashable],
+        rids: Sequence[Hashable],
         undrafted: int,
         bucket: CostBucket,
         most: int,
@@ -270,21 +272,21 @@ class AdaptiveWidth(WidthPolicy):
         unmeasured, seconds = self._to_measure(), self._step_seconds.at(bucket)
         if unmeasured is not None:
             return _Chosen(unmeasured)
-        batch = len(requests) + undrafted
-        survivors = (len(requests) * survival for survival in self._survival.probabilities)
-        tokens = list(accumulate(survivors, initial=float(batch)))
+        batch_size = len(rids) + undrafted
+        survivors = (len(rids) * survival for survival in self._survival.probabilities)
+        tokens = list(accumulate(survivors, initial=float(batch_size)))
         rate = {width: tokens[min(width, most) - 1] / seconds[width] for width in self.widths}
         best = max(rate, key=rate.__getitem__)
         if best != self._best_width:
             self._best_width, self._pause_factor = best, 1.0
-        still_running = self._last_requests.intersection(requests)
-        if self._last_requests and 2 * len(still_running) < len(requests):
-            self._last_requests, self._pause_factor = frozenset(), 1.0
+        still_running = self._last_rids.intersection(rids)
+        if self._last_rids and 2 * len(still_running) < len(rids):
+            self._last_rids, self._pause_factor = frozenset(), 1.0
             self._survival.expect_change()
         width = self._to_try(best, rate, seconds, self._step_seconds.measured_widths(bucket))
         if width is None:
             return _Chosen(best)
-        break_even = batch / len(requests) * (seconds[width] / seconds[1] - 1)
+        break_even = batch_size / len(rids) * (seconds[width] / seconds[1] - 1)
         return _Chosen(width, break_even, self._best_width == 1 < width)
 
     def _to_measure(self) -> int | None:
@@ -337,16 +339,16 @@ class AdaptiveWidth(WidthPolicy):
         if self._step_seconds.record(CostBucket.of(requests, context), width, seconds):
             self._width_to_repeat = width
 
-    def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
+    def observe(self, rids: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
         # A step that failed has no outcome: its choice must not be taken for a later one's.
         while self._undecided and self._undecided[0].width != width:
             self._undecided.popleft()
         step = self._undecided.popleft() if self._undecided else _Chosen(width)
-        if width == 1 or not requests:
+        if width == 1 or not rids:
             return
         self._survival.observe(width - 1, accepted)
-        self._last_requests = frozenset(requests)
-        if step.is_probe and sum(accepted) >= step.break_even * len(requests):
+        self._last_rids = frozenset(rids)
+        if step.is_probe and sum(accepted) >= step.break_even * len(rids):
             self._width_to_repeat, self._pause_factor = width, 1.0
 
     def report(self) -> Mapping[str, Any]:

@@ -99,7 +99,7 @@ class RandomWidth(WidthPolicy):
         self._plain = 0
 
     def choose(
-        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+        self, rids: Sequence[Hashable], context: int, most: int, undrafted: int = 0
     ) -> int:
         if self._plain == 0 and self._random.random() < 0.05:
             # Longer than hidden states wait.

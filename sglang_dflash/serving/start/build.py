@@ -102,7 +102,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             logger.warning("%s", warning)
         sampling.warn_of_simulation()
 
-    def _allocate(self, requests: Any, allocator: Any) -> Proposer:
+    def _allocate(self, request_pool: Any, allocator: Any) -> Proposer:
         """The drafter, with its caches and attention.
 
         Raises:
@@ -111,7 +111,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         """
         plan, runner = self._plan, self._target_worker.model_runner
         plan.options.check_room(allocator.size)
-        admitted, positions = requests.size, requests.req_to_token.shape[1]
+        admitted, positions = request_pool.size, request_pool.req_to_token.shape[1]
         # If sliding layers have a pool of their own, `size` is the smaller one's.
         tokens = allocator.size_full
         # Recurrent states may let fewer run than --max-running-requests.

@@ -100,17 +100,17 @@ class StepWidths:
     def _chosen(self, batch: ScheduleBatch) -> int:
         for timed in self.clock.begins():
             self.policy.took(*timed)
-        drafting, undrafted, context, most = [], 0, 0, 0
+        rids, undrafted, context, most = [], 0, 0, 0
         for request in batch.reqs:
             if takes_one_token(request):
                 undrafted += 1
             else:
-                drafting.append(request.rid)
+                rids.append(request.rid)
             output = len(request.output_ids)
             context = max(context, len(request.origin_input_ids) + output)
             most = max(most, request.sampling_params.max_new_tokens - output)
         # Durations differ between ranks.
-        width = self._tp.from_first(self.policy.choose(drafting, context, most, undrafted))
+        width = self._tp.from_first(self.policy.choose(rids, context, most, undrafted))
         self.clock.is_of(len(batch.reqs), context, width)
         return width
 

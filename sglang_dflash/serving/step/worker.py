@@ -235,8 +235,8 @@ class DFlashWorker:
         hidden = output.hidden_states[: step.positions.numel()]
         replace_hidden_states(batch, output)
         if step.width == 1:
-            requests = [request.rid for request in batch.reqs]
-            self._pending_context.add(requests, hidden, step.positions, step.slots)
+            rids = [request.rid for request in batch.reqs]
+            self._pending_context.add(rids, hidden, step.positions, step.slots)
             return
         committed = self._offsets[: step.width] < accepted.lengths[:, None]
         self.drafter.absorb(

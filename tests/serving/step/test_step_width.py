@@ -37,16 +37,16 @@ class Scripted(WidthPolicy):
         self.outcomes: list[tuple[int, dict[Hashable, int]]] = []
 
     def choose(
-        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+        self, rids: Sequence[Hashable], context: int, most: int, undrafted: int = 0
     ) -> int:
-        self.asked.append((list(requests), context, most, undrafted))
+        self.asked.append((list(rids), context, most, undrafted))
         return next(self._next)
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
         self.durations.append((round(seconds, 6), requests, context, width))
 
-    def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
-        self.outcomes.append((width, dict(zip(requests, accepted, strict=True))))
+    def observe(self, rids: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
+        self.outcomes.append((width, dict(zip(rids, accepted, strict=True))))
 
     def report(self) -> Mapping[str, Any]:
         return {}
