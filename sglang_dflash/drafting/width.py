@@ -43,6 +43,22 @@ PATIENCE = 3
 STALE_STEPS = 240
 
 
+class TimedStep(NamedTuple):
+    """A step whose duration is known.
+
+    Attributes:
+        seconds: from its beginning to that of the next step.
+        batch_size: its requests.
+        context: committed tokens of the longest one.
+        width: tokens of each that the target computed.
+    """
+
+    seconds: float
+    batch_size: int
+    context: int
+    width: int
+
+
 class WidthPolicy:
     """Chooses the width of every step: the whole block. Others derive from it.
 
@@ -53,9 +69,7 @@ class WidthPolicy:
     def __init__(self, verify_block: int) -> None:
         self.widths: tuple[int, ...] = (verify_block,)
 
-    def choose(
-        self, rids: Sequence[Hashable], context: int, most: int, undrafted: int = 0
-    ) -> int:
+    def choose(self, rids: Sequence[Hashable], context: int, most: int, undrafted: int = 0) -> int:
         """The width of the next step.
 
         Args:
@@ -66,8 +80,8 @@ class WidthPolicy:
         """
         return self.widths[-1]
 
-    def took(self, seconds: float, requests: int, context: int, width: int) -> None:
-        """A step of that many requests had this duration."""
+    def record(self, step: TimedStep) -> None:
+        """Take in how long a step took."""
 
     def observe(self, rids: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
         """Take in the outcome of a step of that width. Called once per step, in their order.
@@ -93,11 +107,13 @@ class Survival:
         self._steps_observed, self._recent_error, self._error_variance = 1, 0.0, 1.0
 
     def expect_change(self) -> None:
-        """Other requests run: the next step weighs a third."""
+        """Expect other drafts to survive, because other requests run: the next step weighs a
+        third."""
         self._steps_observed = min(self._steps_observed, 2)
 
     def observe(self, drafts: int, accepted: Sequence[int]) -> None:
-        """A step verified so many drafts of each request and accepted so many of each."""
+        """Take in a step that verified so many drafts of each request and accepted so many of
+        each."""
         requests, ascending = len(accepted), sorted(accepted)
         survived = [1 - bisect_right(ascending, k) / requests for k in range(drafts)]
         self._steps_observed += 1
@@ -134,8 +150,8 @@ class CostBucket(NamedTuple):
     context: int
 
     @classmethod
-    def of(cls, requests: int, context: int) -> CostBucket:
-        return cls(max(0, requests - 1).bit_length(), (context // 1024).bit_length() // 2)
+    def of(cls, batch_size: int, context: int) -> CostBucket:
+        return cls(max(0, batch_size - 1).bit_length(), (context // 1024).bit_length() // 2)
 
 
 class StepSeconds:
@@ -248,9 +264,7 @@ class AdaptiveWidth(WidthPolicy):
         self._probe_steps = 0
         self._total_seconds, self._probe_seconds = 0.0, 0.0
 
-    def choose(
-        self, rids: Sequence[Hashable], context: int, most: int, undrafted: int = 0
-    ) -> int:
+    def choose(self, rids: Sequence[Hashable], context: int, most: int, undrafted: int = 0) -> int:
         step = _Chosen(1)
         if rids and most > 1:
             bucket = CostBucket.of(len(rids) + undrafted, context)
@@ -263,13 +277,9 @@ class AdaptiveWidth(WidthPolicy):
         return step.width
 
     def _decide(
-        self,
-        rids: Sequence[Hashable],
-        undrafted: int,
-        bucket: CostBucket,
-        most: int,
+        self, rids: Sequence[Hashable], undrafted: int, bucket: CostBucket, most: int
     ) -> _Chosen:
-        unmeasured, seconds = self._to_measure(), self._step_seconds.at(bucket)
+        unmeasured, seconds = self._take_width_to_measure(), self._step_seconds.at(bucket)
         if unmeasured is not None:
             return _Chosen(unmeasured)
         batch_size = len(rids) + undrafted
@@ -283,14 +293,15 @@ class AdaptiveWidth(WidthPolicy):
         if self._last_rids and 2 * len(still_running) < len(rids):
             self._last_rids, self._pause_factor = frozenset(), 1.0
             self._survival.expect_change()
-        width = self._to_try(best, rate, seconds, self._step_seconds.measured_widths(bucket))
+        measured = self._step_seconds.measured_widths(bucket)
+        width = self._take_width_to_try(best, rate, seconds, measured)
         if width is None:
             return _Chosen(best)
         break_even = batch_size / len(rids) * (seconds[width] / seconds[1] - 1)
-        return _Chosen(width, break_even, self._best_width == 1 < width)
+        return _Chosen(width, break_even, is_probe=best == 1 and width > 1)
 
-    def _to_measure(self) -> int | None:
-        """The width that is used while not all are measured; None if they are.
+    def _take_width_to_measure(self) -> int | None:
+        """Return the width that this step uses while not all are measured; None if they are.
 
         Not for ever: a step that a prefill follows is not timed. Then it is as with a fixed width.
         """
@@ -303,14 +314,14 @@ class AdaptiveWidth(WidthPolicy):
             return self._best_width
         return least
 
-    def _to_try(
+    def _take_width_to_try(
         self,
         best: int,
         rate: Mapping[int, float],
         seconds: Mapping[int, float],
         measured: Collection[int],
     ) -> int | None:
-        """A width other than the best that is used for one step, if one is due.
+        """Return a width other than the best for this step alone, if one is due.
 
         `measured`: the widths whose seconds were measured with as many requests.
         """
@@ -329,15 +340,17 @@ class AdaptiveWidth(WidthPolicy):
         pause = {w: STALE_STEPS if w in measured else LEAST_STEPS for w in rate if w < best}
         return next((w for w in pause if self._steps_since_use[w] >= pause[w]), None)
 
-    def took(self, seconds: float, requests: int, context: int, width: int) -> None:
+    def record(self, step: TimedStep) -> None:
         self._untimed_steps = 0
-        self._total_seconds += seconds
-        self._probe_seconds += seconds * (width > 1 == self._best_width)
+        self._total_seconds += step.seconds
+        if self._best_width == 1 and step.width > 1:
+            self._probe_seconds += step.seconds
         if self._cold_steps:
             self._cold_steps -= 1
             return
-        if self._step_seconds.record(CostBucket.of(requests, context), width, seconds):
-            self._width_to_repeat = width
+        bucket = CostBucket.of(step.batch_size, step.context)
+        if self._step_seconds.record(bucket, step.width, step.seconds):
+            self._width_to_repeat = step.width
 
     def observe(self, rids: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
         # A step that failed has no outcome: its choice must not be taken for a later one's.

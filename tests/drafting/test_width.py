@@ -16,6 +16,7 @@ from sglang_dflash.drafting.width import (
     CostBucket,
     StepSeconds,
     Survival,
+    TimedStep,
     WidthPolicy,
     _Chosen,
 )
@@ -76,7 +77,7 @@ def simulate(
         accepted = [int(row.argmax()) if row.any() else width - 1 for row in rejected]
         ms = trace.cost(step, width, running) * rng.lognormal(0, trace.noise)
         if is_timed(step):
-            policy.took(ms / 1e3, running, 500, width)
+            policy.record(TimedStep(ms / 1e3, running, 500, width))
         if late is not None:
             live = [name for name in late[1] if name in names]
             policy.observe(live, late[0], [late[1][name] for name in live])
@@ -294,7 +295,8 @@ def test_requests_without_drafts_weigh_against_drafting() -> None:
         policy = AdaptiveWidth(WIDTHS)
         for _ in range(60):
             width = policy.choose(["r"], 500, 100, undrafted=undrafted)
-            policy.took(on_a_cpu(0, width, 9) / 1e3, 1 + undrafted, 500, width)
+            seconds = on_a_cpu(0, width, 9) / 1e3
+            policy.record(TimedStep(seconds, 1 + undrafted, 500, width))
             policy.observe(["r"], width, [width - 1])
         return Counter([policy.choose(["r"], 500, 100, undrafted=undrafted) for _ in range(5)])[8]
 

@@ -49,8 +49,9 @@ class StepTimes:
         self._within += self._ended - began
         self._steps += 1
 
-    def interrupted(self) -> None:
-        """Something else than decode steps runs, or nothing did: what passes belongs to none."""
+    def drop_pause(self) -> None:
+        """Leave out the time until the next step: something else than decode steps runs, or nothing
+        did."""
         self._ended = None
 
     @property

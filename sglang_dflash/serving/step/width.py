@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.width import WidthPolicy
+from sglang_dflash.drafting.width import TimedStep, WidthPolicy
 from sglang_dflash.serving.step.batch import ScheduleBatch
 from sglang_dflash.serving.step.target_tokens import takes_one_token
 
@@ -40,14 +40,15 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         is_host = device.type == "cpu"
         self._module: Any = None if is_host else torch.get_device_module(device)
-        # The step that runs, once it is known what it is; and those whose end has not passed.
+        # The step that runs, once it is described: its batch size, context and width; and those
+        # whose end has not passed.
         self._began: Any = None
         self._running: tuple[int, int, int] | None = None
         self._unfinished: deque[tuple[Any, Any, tuple[int, int, int]]] = deque()
 
-    def begins(self) -> list[tuple[float, int, int, int]]:
-        """A decode step begins. Returns the steps whose durations have become known: seconds, the
-        number of requests, the longest context in tokens, and the width."""
+    def start_step(self) -> list[TimedStep]:
+        """Start the clock of a decode step, and return the steps whose durations have become
+        known."""
         now = self._now()
         if self._running is not None:
             self._unfinished.append((self._began, now, self._running))
@@ -55,7 +56,7 @@ class StepClock:
         finished = []
         while self._unfinished and self._unfinished[0][1].query():
             began, ended, step = self._unfinished.popleft()
-            finished.append((began.elapsed_time(ended) / 1e3, *step))
+            finished.append(TimedStep(began.elapsed_time(ended) / 1e3, *step))
         return finished
 
     def _now(self) -> Any:
@@ -65,16 +66,16 @@ class StepClock:
         event.record()
         return event
 
-    def is_of(self, requests: int, context: int, width: int) -> None:
-        """Record the batch size, context length and width of the step that has begun."""
-        self._running = requests, context, width
+    def describe_step(self, batch_size: int, context: int, width: int) -> None:
+        """Note what the step that has begun is, see `TimedStep`. Without it, it is not timed."""
+        self._running = batch_size, context, width
 
-    def begins_now(self) -> None:
-        """Restart the clock of the step: time since `begins` belongs to no step."""
+    def restart_step(self) -> None:
+        """Restart the clock of the step: time since `start_step` belongs to no step."""
         self._began = self._now()
 
-    def interrupted(self) -> None:
-        """Something else than a decode step runs: the last step's end is not known."""
+    def drop_step(self) -> None:
+        """Drop the last step: something else than a decode step runs, and its end is not known."""
         self._running = None
 
 
@@ -98,8 +99,8 @@ class StepWidths:
         return width
 
     def _chosen(self, batch: ScheduleBatch) -> int:
-        for timed in self.clock.begins():
-            self.policy.took(*timed)
+        for step in self.clock.start_step():
+            self.policy.record(step)
         rids, undrafted, context, most = [], 0, 0, 0
         for request in batch.reqs:
             if takes_one_token(request):
@@ -111,7 +112,7 @@ class StepWidths:
             most = max(most, request.sampling_params.max_new_tokens - output)
         # Durations differ between ranks.
         width = self._tp.from_first(self.policy.choose(rids, context, most, undrafted))
-        self.clock.is_of(len(batch.reqs), context, width)
+        self.clock.describe_step(len(batch.reqs), context, width)
         return width
 
     def observe(self, width: int, accepted: Mapping[str, int]) -> None:

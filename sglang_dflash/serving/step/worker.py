@@ -186,7 +186,7 @@ class DFlashWorker:
         if step.width == 1:
             return bonus[:, None], None
         if self._pending_context.absorb():
-            self.widths.clock.begins_now()
+            self.widths.clock.restart_step()
         longest = int(host_lengths(batch).max())
         requests = RequestSlots(self.req_to_token, step.rows, step.seq_lens, longest)
         noise = sampling.block_noise(batch.sampling_info, step.seq_lens)
@@ -247,12 +247,12 @@ class DFlashWorker:
         """Copies of draft K/V from and to host memory, before a forward writes to these slots."""
         tier = self.host_tier
         if tier is not None and tier.run_copies(self._pending_context.absorb, slots):
-            self.widths.clock.begins_now()
+            self.widths.clock.restart_step()
 
     def _stop_clocks(self) -> None:
         """Stop the clocks: what runs next is no decode step."""
-        self.widths.clock.interrupted()
-        self.figures.times.interrupted()
+        self.widths.clock.drop_step()
+        self.figures.times.drop_pause()
 
     def _idle(self, publish: Publish) -> GenerationBatchResult:
         empty = self._offsets[:0]
@@ -271,8 +271,8 @@ class DFlashWorker:
         """Take in requests whose prompts another server has computed, and whose draft K/V has
         arrived. Their first tokens are the batch's bonus tokens."""
         arrived = batch.spec_info
-        # Before them there may have been none.
-        self.figures.times.interrupted()
+        # If no request ran before, the pause is not one between steps.
+        self.figures.times.drop_pause()
         self.seeds.note(batch)
         self.target_tokens.penalties.commit(batch, arrived.bonus_tokens[:, None])
         if self.lookup is not None:

@@ -11,7 +11,7 @@ import torch
 
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.width import AdaptiveWidth, WidthPolicy
+from sglang_dflash.drafting.width import AdaptiveWidth, TimedStep, WidthPolicy
 from sglang_dflash.serving.start.flags import ATTRIBUTE, width_policy
 from sglang_dflash.serving.step import batch as serving_batch
 from sglang_dflash.serving.step import width as step_width
@@ -33,17 +33,15 @@ class Scripted(WidthPolicy):
         self.widths = (1, 4, 8)
         self._next = iter(widths)
         self.asked: list[tuple[list[Hashable], int, int, int]] = []
-        self.durations: list[tuple[float, int, int, int]] = []
+        self.durations: list[TimedStep] = []
         self.outcomes: list[tuple[int, dict[Hashable, int]]] = []
 
-    def choose(
-        self, rids: Sequence[Hashable], context: int, most: int, undrafted: int = 0
-    ) -> int:
+    def choose(self, rids: Sequence[Hashable], context: int, most: int, undrafted: int = 0) -> int:
         self.asked.append((list(rids), context, most, undrafted))
         return next(self._next)
 
-    def took(self, seconds: float, requests: int, context: int, width: int) -> None:
-        self.durations.append((round(seconds, 6), requests, context, width))
+    def record(self, step: TimedStep) -> None:
+        self.durations.append(step._replace(seconds=round(step.seconds, 6)))
 
     def observe(self, rids: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
         self.outcomes.append((width, dict(zip(rids, accepted, strict=True))))
@@ -87,7 +85,7 @@ def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:
     widths, one = widths_of(policy), batch_of(request("a"))
     for interrupted in (False, False, True, False):
         if interrupted:
-            widths.clock.interrupted()
+            widths.clock.drop_step()
         widths.choose(one)
     assert policy.durations == [(0.25, 1, 500, 8), (0.5, 1, 500, 4)]
 
@@ -145,16 +143,16 @@ def test_a_step_is_not_charged_for_the_plain_steps_before_it() -> None:
     widths, begun = [1, 1, 4, 4, 1], []
 
     class Clock(StepClock):
-        def begins(self) -> list[Any]:
-            begun.append("begins")
-            return super().begins()
+        def start_step(self) -> list[TimedStep]:
+            begun.append("start")
+            return super().start_step()
 
-        def begins_now(self) -> None:
-            begun.append("now")
+        def restart_step(self) -> None:
+            begun.append("restart")
 
     steps = StepWidths(Scripted(widths), TensorParallel(), Clock(torch.device("cpu")))
     run_steps(worker_of(None, widths=steps), widths)
-    assert begun == ["begins", "begins", "begins", "now", "begins", "begins"]
+    assert begun == ["start", "start", "start", "restart", "start", "start"]
 
 
 @pytest.mark.usefixtures("_decoded")
@@ -280,8 +278,8 @@ def test_a_step_has_the_time_that_the_device_worked_on_it(stream: Stream) -> Non
     clock, found = StepClock(torch.device("cuda")), []
     for step, seconds, done in ((A, 1.0, 0.0), (C, 4.0, 0.0), (A, 1.0, 1.0), (B, 2.0, 6.0)):
         stream.done = done
-        found.append(clock.begins())
-        clock.is_of(*step)
+        found.append(clock.start_step())
+        clock.describe_step(*step)
         stream.enqueued += seconds
     assert found == [[], [], [(1.0, *A)], [(4.0, *C), (1.0, *A)]]
 
@@ -290,22 +288,22 @@ def test_a_step_has_the_time_that_the_device_worked_on_it(stream: Stream) -> Non
 def test_other_work_counts_for_no_step(device: str, stream: Stream) -> None:
     """Between two steps, and at the beginning of one for those before it."""
     clock, stream.done = StepClock(torch.device(device)), 100.0
-    assert clock.begins() == []
+    assert clock.start_step() == []
     # Not known what it is.
-    assert clock.begins() == []
-    clock.is_of(*A)
+    assert clock.start_step() == []
+    clock.describe_step(*A)
     stream.enqueued += 1.0
-    clock.interrupted()
+    clock.drop_step()
     stream.enqueued += 50.0
-    assert clock.begins() == []
-    clock.is_of(*B)
+    assert clock.start_step() == []
+    clock.describe_step(*B)
     stream.enqueued += 2.0
-    found = clock.begins()
-    clock.is_of(*C)
+    found = clock.start_step()
+    clock.describe_step(*C)
     stream.enqueued += 7.0
-    clock.begins_now()
+    clock.restart_step()
     stream.enqueued += 4.0
-    assert [*found, *clock.begins()] == [(2.0, *B), (4.0, *C)]
+    assert [*found, *clock.start_step()] == [(2.0, *B), (4.0, *C)]
 
 
 @pytest.mark.parametrize("looks_up", [False, True])
