@@ -1,4 +1,7 @@
-"""Accept rules, as pure functions over the target's token at every position of a block."""
+"""Accept rules, as pure functions over the target's token at every position of a block.
+
+Letters in shapes: R requests, W positions of a step.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ class Accepted(NamedTuple):
     """The tokens that a verify step commits.
 
     Attributes:
-        lengths: int64 `[R]`, committed tokens, 1 to B: the accepted drafts and the bonus token.
-        tokens: int64 `[R, B]`, the committed tokens first; the rest is undefined.
+        lengths: int64 `[R]`, committed tokens, 1 to W: the accepted drafts and the bonus token.
+        tokens: int64 `[R, W]`, the committed tokens first; the rest is undefined.
         bonus: int64 `[R]`, the last committed token.
     """
 
@@ -34,8 +37,8 @@ def accept(block: Tensor, target_tokens: Tensor) -> Accepted:
     position it is the same token.
 
     Args:
-        block: int64 `[R, B]`, the bonus token of the last step, then the drafted tokens.
-        target_tokens: int64 `[R, B]`, the target's token after each of them.
+        block: int64 `[R, W]`, the bonus token of the last step, then the drafted tokens.
+        target_tokens: int64 `[R, W]`, the target's token after each of them.
     """
     agree = (block[:, 1:] == target_tokens[:, :-1]).long().cumprod(1)
     accepted = agree.sum(1)
@@ -45,12 +48,12 @@ def accept(block: Tensor, target_tokens: Tensor) -> Accepted:
 def simulate_acceptance(
     block: Tensor, target_tokens: Tensor, length: int, filler: int | None = None
 ) -> Accepted:
-    """For timing only: commit `length` tokens (1 to B) of every block, fewer if there are fewer
+    """For timing only: commit `length` tokens (1 to W) of every block, fewer if there are fewer
     drafts. The output has no meaning.
 
     Args:
-        block: int64 `[R, B]`; a negative draft means that there are none from there on.
-        target_tokens: int64 `[R, B]`.
+        block: int64 `[R, W]`; a negative draft means that there are none from there on.
+        target_tokens: int64 `[R, W]`.
         length: tokens to commit.
         filler: a token id to commit in place of all; None commits the drafted tokens and, as the
             last one, the target's.

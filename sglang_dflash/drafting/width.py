@@ -97,7 +97,7 @@ class WidthPolicy:
 
 
 class Survival:
-    """The probability that drafts 1, 2, ... B - 1 are accepted, each with all before it."""
+    """The probability that each draft of a block is accepted, with all before it."""
 
     def __init__(self, drafts: int) -> None:
         self.probabilities = [GUESS**k for k in range(1, drafts + 1)]

@@ -98,9 +98,7 @@ class RandomWidth(WidthPolicy):
         self._random = random.Random(get_parallel().tp_rank)
         self._plain = 0
 
-    def choose(
-        self, rids: Sequence[Hashable], context: int, most: int, undrafted: int = 0
-    ) -> int:
+    def choose(self, rids: Sequence[Hashable], context: int, most: int, undrafted: int = 0) -> int:
         if self._plain == 0 and self._random.random() < 0.05:
             # Longer than hidden states wait.
             self._plain = self._random.choice((3, 20))

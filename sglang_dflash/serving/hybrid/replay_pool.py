@@ -19,8 +19,8 @@ class Recording:
 
     Attributes:
         layers: layer index in the pool -> SGLang's layer.
-        gates: `[2, L, R, B, HV]`, the inputs a and b of the gates.
-        windows: `[L, R, C, W - 1]`.
+        gates: `[2, L, R, verify_block, HV]`, the inputs a and b of the gates.
+        windows: `[L, R, C, window - 1]`.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Recording:
             layer: SGLang's layer.
             a, b: `[R * block, HV]`.
             slots: int `[R]`, the requests' state slots.
-            block: tokens per request in this step, at most B.
+            block: tokens per request in this step, at most `verify_block`.
         """
         index = pool.mamba2_layer_index(layer.layer_id)
         conv = pool.mamba_pool.mamba_cache.conv[0]

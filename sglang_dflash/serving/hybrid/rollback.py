@@ -82,7 +82,7 @@ class Rollback:
 
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         """Move the states of the last verify forward's requests on by `lengths` int64 `[R]` (1 to
-        B) tokens."""
+        the step's width) tokens."""
         self._runner.attn_backend.update_mamba_state_after_mtp_verify(
             last_correct_step_indices=lengths - 1,
             mamba_track_indices=None if checkpoints is None else checkpoints.slots,
@@ -136,7 +136,7 @@ class Replay(Rollback):
     def _move(self, moves: Moves) -> None:
         pool = self._runner.req_to_token_pool.mamba_pool
         cache, recording = pool.mamba_cache, pool.recording
-        # [L, R, B, C, W - 1], the last inputs after every block position.
+        # [L, R, verify_block, C, window - 1], the last inputs after every block position.
         windows = cache.intermediate_conv_window[0]
         verified = VerifyInputs(recording.windows, windows[..., -1], *recording.gates)
         self._ops.fold_(self.layers(), cache.temporal, verified, moves)

@@ -40,7 +40,8 @@ class AcceptanceCounts:
     Attributes:
         drafted: verify steps, with their tokens.
         undrafted: steps without drafts, with theirs.
-        accepted: steps that accepted, and kept, the draft at each of the B - 1 positions.
+        accepted: steps that accepted, and kept, the draft at each of the `verify_block - 1`
+            positions.
     """
 
     def __init__(self, verify_block: int) -> None:

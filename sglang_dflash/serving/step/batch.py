@@ -38,9 +38,9 @@ def verify_batch(
     even if the preparation raises.
 
     Args:
-        block: int64 `[R, B]`.
-        positions: int64 `[R, B]`.
-        cache_locs: int64 `[R, B]`, the KV slots to write.
+        block: int64 `[R, W]`.
+        positions: int64 `[R, W]`.
+        cache_locs: int64 `[R, W]`, the KV slots to write.
     """
     width = block.shape[1]
     batch.out_cache_loc = cache_locs.flatten()

@@ -108,8 +108,8 @@ class BlockPenalties:
                 self._lengths[rows] = lengths
 
     def newest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens of each request's last step, int64 `[R, B]`, and a mask of the
-        committed ones, bool `[R, B]`."""
+        """Return the tokens of each request's last step, int64 `[R, verify_block]`, and a
+        mask of the committed ones, bool of that shape."""
         tokens, lengths = self._tokens[rows], self._lengths[rows, None]
         return tokens, torch.arange(tokens.shape[1], device=tokens.device) < lengths
 

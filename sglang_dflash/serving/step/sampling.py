@@ -44,11 +44,11 @@ _FILLER = 100
 
 
 class GrammarMasks(NamedTuple):
-    """Vocabulary masks of the positions of a block, of width B.
+    """Vocabulary masks of the W positions of a block.
 
     Attributes:
         requests: R.
-        ahead: over all positions `[R * B, V]`, for grammars that can look ahead; None without any.
+        ahead: over all positions `[R * W, V]`, for grammars that can look ahead; None without any.
         first: over the first positions `[R, V]`, for the others; None without any.
     """
 
@@ -57,7 +57,7 @@ class GrammarMasks(NamedTuple):
     first: GrammarMask | None
 
     def apply(self, logits: Tensor) -> None:
-        """Mask logits `[R * B, V]` in place."""
+        """Mask logits `[R * W, V]` in place."""
         if self.ahead is not None:
             self.ahead.apply(logits)
         if self.first is not None:

@@ -15,8 +15,8 @@ class Step(NamedTuple):
     Attributes:
         rows: int64 `[R]`, rows of SGLang's request-to-token table.
         seq_lens: int64 `[R]`, committed tokens before the step.
-        positions: int64 `[R, width]`, of the tokens that the target computes.
-        slots: int64 `[R, width]`, their target KV slots.
+        positions: int64 `[R, W]`, of the tokens that the target computes.
+        slots: int64 `[R, W]`, their target KV slots.
         ends: int64 `[R]`: each request has KV slots for the positions below, the others are
             computed in SGLang's padding slot. None if there are slots for all.
     """
@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Tokens per request that the target computes: 1 to B."""
+        """W, tokens per request that the target computes: 1 to `verify_block`."""
         return self.positions.shape[1]
 
 

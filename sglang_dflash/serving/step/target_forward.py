@@ -53,7 +53,7 @@ class TargetForward:
         """Run it: the bonus token and drafts of each request.
 
         Args:
-            block, positions, slots: int64 `[R, width]`; the slots are KV slots to write.
+            block, positions, slots: int64 `[R, W]`; the slots are KV slots to write.
         """
         if self.is_plain_decoding(block.shape[1]):
             bonus = decode_batch(batch, self._worker, block.flatten(), slots.flatten())

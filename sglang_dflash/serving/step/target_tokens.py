@@ -52,15 +52,15 @@ class TargetTokens:
         positions: Tensor,
         grammar: Callable[[], Any],
     ) -> Tensor:
-        """Tokens int64 `[R, B]` of the target.
+        """Tokens int64 `[R, W]` of the target.
 
         Args:
             batch: the running requests.
-            output: with logits `[R * B, V]` after each token of the block; adjusted in place. A
+            output: with logits `[R * W, V]` after each token of the block; adjusted in place. A
                 sampled batch turns them to probabilities, unless log-probabilities need them.
                 Gets the sampling masks, if a request asks for them.
-            block: int64 `[R, B]`.
-            positions: int64 `[R, B]`.
+            block: int64 `[R, W]`.
+            positions: int64 `[R, W]`.
             grammar: from `sampling.grammar_mask`.
         """
         rows, width = block.shape
@@ -90,7 +90,7 @@ class TargetTokens:
     def _sample(
         self, batch: ScheduleBatch, output: sampling.LogitsProcessorOutput, positions: Tensor
     ) -> Tensor:
-        """Sample a token int64 `[R * B]` from each row of the logits `[R * B, V]`.
+        """Sample a token int64 `[R * W]` from each row of the logits `[R * W, V]`.
 
         A sample of a whole distribution is the largest of logits / temperature + noise. SGLang's
         sampler moves eleven times the bytes for it: it makes probabilities, and their logarithms.

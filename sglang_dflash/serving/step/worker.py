@@ -51,7 +51,7 @@ class DFlashWorker:
     """Serves `--speculative-algorithm DFLASH`, overlap scheduling on or off.
 
     Attributes:
-        verify_block: B.
+        verify_block: most tokens per request that a step verifies.
         features: F * E, the width of the hidden states that the drafter reads of a token.
         carried: most requests that run at a time, which share the rings.
         req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
@@ -180,7 +180,7 @@ class DFlashWorker:
         return Step(rows, seq_lens, positions, slots, ends)
 
     def _propose(self, batch: ScheduleBatch, step: Step) -> tuple[Tensor, DraftsByRule | None]:
-        """Return the block int64 `[R, width]`, each request's bonus token and then drafts, and the
+        """Return the block int64 `[R, W]`, each request's bonus token and then drafts, and the
         drafts by rule from which these were chosen; None if there was no choice."""
         bonus = batch.spec_info.bonus_tokens.long()
         if step.width == 1:
