@@ -23,29 +23,36 @@ SESSION_TOKENS = 32768
 _MOST_TOKENS = 2**62
 
 
-def carried_requests(max_running: int, states: int, per_request: int = STATES_PER_REQUEST) -> int:
+def carried_requests(
+    max_running: int, states: int, states_per_request: int = STATES_PER_REQUEST
+) -> int:
     """Requests that so many recurrent states let run.
 
     Args:
         max_running: --max-running-requests.
-        per_request: states that SGLang counts for each.
+        states_per_request: states that SGLang counts for each.
     """
-    return min(max_running, max(0, states) // per_request)
+    return min(max_running, max(0, states) // states_per_request)
 
 
 def sglang_states(
-    memory: int, state: int, snapshot: int = 0, per_request: int = STATES_PER_REQUEST
+    pool_bytes: int,
+    state_bytes: int,
+    snapshot_bytes: int = 0,
+    states_per_request: int = STATES_PER_REQUEST,
 ) -> int:
     """States by SGLang's split (`KVCacheConfigurator._handle_max_mamba_cache`); 0 or less if none
     fits.
 
     Args:
-        memory: bytes for states, the K/V of target and draft, and draft steps.
-        state: bytes of a state.
-        snapshot: bytes that verification keeps of a request; 0 with replay.
+        pool_bytes: for states, the K/V of target and draft, and draft steps.
+        state_bytes: of a state.
+        snapshot_bytes: that verification keeps of a request; 0 with replay.
+        states_per_request: states that SGLang counts for a running request.
     """
-    budget = memory * STATE_RATIO / (1 + STATE_RATIO)
-    return int((budget - state - snapshot) // (state + snapshot / per_request))
+    budget = pool_bytes * STATE_RATIO / (1 + STATE_RATIO)
+    each = state_bytes + snapshot_bytes / states_per_request
+    return int((budget - state_bytes - snapshot_bytes) // each)
 
 
 class StateDemand(NamedTuple):
@@ -53,19 +60,19 @@ class StateDemand(NamedTuple):
 
     Attributes:
         max_running: --max-running-requests.
-        per_request: states that SGLang counts for a running request.
-        state: bytes of a state.
-        token: bytes of a token's K/V: the target's, and that of draft layers without a ring.
-        ring: bytes of draft K/V in rings per running request.
+        states_per_request: states that SGLang counts for a running request.
+        state_bytes: of a state.
+        token_bytes: of a token's K/V: the target's, and that of draft layers without a ring.
+        ring_bytes_per_request: of draft K/V in rings, per running request.
         context: largest number of tokens of a request; None if it is not known.
         most_tokens: --max-total-tokens; None if it is not given.
     """
 
     max_running: int
-    per_request: int
-    state: int
-    token: int
-    ring: int
+    states_per_request: int
+    state_bytes: int
+    token_bytes: int
+    ring_bytes_per_request: int
     context: int | None
     most_tokens: int | None = None
 
@@ -75,20 +82,27 @@ class StateDemand(NamedTuple):
         groups: Sequence[GroupKV],
         *,
         max_running: int,
-        per_request: int = STATES_PER_REQUEST,
-        state: int,
-        target_token: int,
+        states_per_request: int = STATES_PER_REQUEST,
+        state_bytes: int,
+        target_token_bytes: int,
         context: int | None,
         most_tokens: int | None = None,
     ) -> StateDemand:
         """The demand of a server with these groups of draft layers, whose rings are for all of its
         requests."""
         charge = Charge.of(groups, _MOST_TOKENS)
-        token, ring = target_token + charge.per_token, charge.once // max_running
-        return cls(max_running, per_request, state, token, ring, context, most_tokens)
+        return cls(
+            max_running,
+            states_per_request,
+            state_bytes,
+            target_token_bytes + charge.per_token,
+            charge.once // max_running,
+            context,
+            most_tokens,
+        )
 
 
-def default_states(memory: int, steps: int, demand: StateDemand) -> int:
+def default_states(pool_bytes: int, step_bytes: int, demand: StateDemand) -> int:
     """States of a server that replays, where no flag says how many.
 
     As many as SGLang counts for the requests that its own split would let run, and one for every
@@ -96,21 +110,39 @@ def default_states(memory: int, steps: int, demand: StateDemand) -> int:
     With --max-total-tokens, also what the K/V leaves.
 
     Args:
-        memory: bytes for states, the K/V of target and draft, and draft steps.
-        steps: bytes of draft steps.
+        pool_bytes: for states, the K/V of target and draft, and draft steps.
+        step_bytes: of draft steps.
     """
-    max_running, per_request, state, token, ring, context, most_tokens = demand
-    most = sglang_states(memory, state, per_request=per_request)
-    carried = carried_requests(max_running, most, per_request)
+    most = sglang_states(
+        pool_bytes, demand.state_bytes, states_per_request=demand.states_per_request
+    )
+    carried = carried_requests(demand.max_running, most, demand.states_per_request)
+    if not carried:
+        return most
     # SGLang has a state more, for padding.
-    left = memory - steps - carried * ring - state
-    session = token * min(context or SESSION_TOKENS, SESSION_TOKENS)
-    # Of the sessions that the K/V holds, those that do not run need a state each.
-    sessions = (left - (per_request - 1) * carried * state) // (state + session)
-    states = per_request * carried + max(0, sessions - carried)
-    if most_tokens is not None:
-        states = max(states, (left - most_tokens * token) // state)
-    return min(most, states) if carried else most
+    taken_bytes = step_bytes + carried * demand.ring_bytes_per_request + demand.state_bytes
+    free_bytes = pool_bytes - taken_bytes
+    states = _states_for_sessions(free_bytes, carried, demand)
+    if demand.most_tokens is not None:
+        kv_bytes = demand.most_tokens * demand.token_bytes
+        states = max(states, (free_bytes - kv_bytes) // demand.state_bytes)
+    return min(most, states)
+
+
+def _states_for_sessions(free_bytes: int, carried: int, demand: StateDemand) -> int:
+    """States of `carried` running requests, and one for each idle session whose K/V fits beside
+    theirs.
+
+    Args:
+        free_bytes: for states, and K/V of whole tokens.
+    """
+    session_tokens = min(demand.context or SESSION_TOKENS, SESSION_TOKENS)
+    session_bytes = demand.state_bytes + session_tokens * demand.token_bytes
+    # A running request is a session with further states.
+    further_states = (demand.states_per_request - 1) * carried
+    sessions = (free_bytes - further_states * demand.state_bytes) // session_bytes
+    idle_sessions = max(0, sessions - carried)
+    return demand.states_per_request * carried + idle_sessions
 
 
 class StatePool(NamedTuple):
@@ -133,18 +165,20 @@ class StatePool(NamedTuple):
         return self.state_bytes + self.scratch_bytes
 
 
-def state_pool(slots: int, max_running: int, state: int, replay: int, snapshot: int) -> StatePool:
+def state_pool(
+    slots: int, max_running: int, state_bytes: int, replay_bytes: int, snapshot_bytes: int
+) -> StatePool:
     """The pool of so many states, as SGLang 0.5.23 allocates it.
 
     Args:
         slots: states; 0 or less if none fits.
         max_running: --max-running-requests.
-        state: bytes of a state.
-        replay, snapshot: bytes that verification keeps of a request; one of them is 0.
+        state_bytes: of a state.
+        replay_bytes, snapshot_bytes: that verification keeps of a request; one of them is 0.
     """
     carried = carried_requests(max_running, slots)
-    scratch = (max_running + 1) * replay + (carried + 1) * snapshot
-    return StatePool(slots, carried, (slots + 1) * state, scratch)
+    scratch_bytes = (max_running + 1) * replay_bytes + (carried + 1) * snapshot_bytes
+    return StatePool(slots, carried, (slots + 1) * state_bytes, scratch_bytes)
 
 
 def at_a_time(tokens: int, carried: int, context: int, reserved: int) -> int:
@@ -169,8 +203,8 @@ class Capacity:
         context: tokens of a request, at most.
         reserved: tokens that a step takes ahead of each request.
         states: recurrent states; None without such layers.
-        per_request: states that SGLang counts for a running request.
-        state: bytes of a state.
+        states_per_request: states that SGLang counts for a running request.
+        state_bytes: of a state.
     """
 
     tokens: int
@@ -179,23 +213,23 @@ class Capacity:
     context: int
     reserved: int
     states: int | None = None
-    per_request: int = STATES_PER_REQUEST
-    state: int = 0
+    states_per_request: int = STATES_PER_REQUEST
+    state_bytes: int = 0
 
     @property
     def carried(self) -> int:
         """Requests that the recurrent states let run."""
         if self.states is None:
             return self.max_running
-        return carried_requests(self.max_running, self.states, self.per_request)
+        return carried_requests(self.max_running, self.states, self.states_per_request)
 
     def __str__(self) -> str:
         """The pools, how many long requests they run, and the flag that moves that."""
         length = min(self.context, SESSION_TOKENS)
         held = at_a_time(self.tokens, self.tokens, length, self.reserved)
         states = "" if self.states is None else (
-            f", {self.states:,} recurrent states carry {self.states // self.per_request} "
-            f"({self.per_request} each)"
+            f", {self.states:,} recurrent states carry {self.states // self.states_per_request} "
+            f"({self.states_per_request} each)"
         )  # fmt: skip
         if min(held, self.carried) == self.max_running:
             bound = f"--max-running-requests {self.max_running} bounds it"
@@ -220,10 +254,11 @@ class Capacity:
         beginning = f"--max-running-requests {self.max_running}: {admitted} run at a time, for "
         if self.states is None or by_tokens < self.carried:
             return f"{beginning}K/V has {self.tokens:,} tokens; raise --mem-fraction-static"
-        needed = self.max_running * self.per_request
-        gib = (needed - self.states) * self.state / 2**30
+        needed = self.max_running * self.states_per_request
+        gib = (needed - self.states) * self.state_bytes / 2**30
         return (
-            f"{beginning}{self.states} recurrent states carry no more ({self.per_request} each); "
+            f"{beginning}{self.states} recurrent states carry no more "
+            f"({self.states_per_request} each); "
             f"--max-mamba-cache-size {needed} carries {self.max_running}, for {gib:.2f} GiB of "
             f"K/V, and --max-running-requests {admitted} frees what is reserved for more requests"
         )

@@ -89,7 +89,7 @@ def test_states_are_what_sessions_need(server: Server) -> None:
     context = json.loads((HYBRID_PAIR.target / "config.json").read_text())
     demand = StateDemand.of(
         [GroupKV(DRAFT_KV, (REQUESTS + 1) * (WINDOW + BLOCK))],
-        max_running=REQUESTS, state=state_bytes(), target_token=KV,
+        max_running=REQUESTS, state_bytes=state_bytes(), target_token_bytes=KV,
         context=context["max_position_embeddings"],
     )  # fmt: skip
     steps = server.dflash()["draft_memory_bytes"]["total"]

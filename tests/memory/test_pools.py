@@ -58,13 +58,16 @@ def test_states_get_what_a_bounded_kv_pool_leaves() -> None:
 def test_a_demand_counts_a_layer_once() -> None:
     """Per token without a ring, with its tags otherwise."""
     groups = [GroupKV(4096, None), GroupKV(20480, 48 * 100)]
-    found = StateDemand.of(groups, max_running=48, state=STATE, target_token=20480, context=None)
-    assert (found.token, found.ring) == (20480 + 4096 + 4, 100 * (20480 + 5))
+    found = StateDemand.of(
+        groups, max_running=48, state_bytes=STATE, target_token_bytes=20480, context=None
+    )
+    assert found.token_bytes == 20480 + 4096 + 4
+    assert found.ring_bytes_per_request == 100 * (20480 + 5)
 
 
 CAPACITY = Capacity(
     tokens=1_800_000, tokens_given=False, max_running=48, context=65536, reserved=32, states=241,
-    state=STATE,
+    state_bytes=STATE,
 )  # fmt: skip
 
 

@@ -187,8 +187,8 @@ def _told(configurator: Any, config: Any) -> Any:
         context=configurator.model_config.context_len,
         reserved=get_alloc_reserve_per_decode(),
         states=schedule.max_mamba_cache_size if is_recurrent else None,
-        per_request=configurator._calculate_mamba_ratio() if is_recurrent else 1,
-        state=_state_bytes(configurator) if is_recurrent else 0,
+        states_per_request=configurator._calculate_mamba_ratio() if is_recurrent else 1,
+        state_bytes=_state_bytes(configurator) if is_recurrent else 0,
     )
     logger.info("%s", capacity)
     short = capacity.shortfall()
@@ -294,31 +294,33 @@ def _splits_by_default(configurator: Any) -> bool:
     )
 
 
-def _choose_states(configurator: Any, reservation: DraftReservation, memory: int) -> None:
+def _choose_states(configurator: Any, reservation: DraftReservation, pool_bytes: int) -> None:
     """Set --max-mamba-cache-size to the default with replay. One log line.
 
     Args:
-        memory: bytes for states, the K/V of target and draft, and draft steps.
+        pool_bytes: for states, the K/V of target and draft, and draft steps.
     """
     schedule = get_schedule()
     _charge_draft(configurator, reservation, per_token=0)
     demand = StateDemand.of(
         reservation.draft_kv(reservation.carried),
         max_running=max(1, schedule.max_running_requests // configurator.attn_dp_size),
-        per_request=configurator._calculate_mamba_ratio(),
-        state=_state_bytes(configurator),
-        target_token=create_memory_pool_configurator(configurator)._cell_size,
+        states_per_request=configurator._calculate_mamba_ratio(),
+        state_bytes=_state_bytes(configurator),
+        target_token_bytes=create_memory_pool_configurator(configurator)._cell_size,
         context=configurator.model_config.context_len,
         most_tokens=schedule.max_total_tokens,
     )
-    chosen = default_states(memory, reservation.needed.total, demand)
-    by_ratio = sglang_states(memory, demand.state, per_request=demand.per_request)
+    chosen = default_states(pool_bytes, reservation.needed.total, demand)
+    by_ratio = sglang_states(
+        pool_bytes, demand.state_bytes, states_per_request=demand.states_per_request
+    )
     if chosen == by_ratio:
         return
     logger.info(
         "%d recurrent states, in place of the %d of SGLang's split, leave K/V %.2f GiB more; "
         "--mamba-full-memory-ratio %s gives that split",
-        chosen, by_ratio, (by_ratio - chosen) * demand.state / 2**30, STATE_RATIO,
+        chosen, by_ratio, (by_ratio - chosen) * demand.state_bytes / 2**30, STATE_RATIO,
     )  # fmt: skip
     # SGLang divides a number that is given.
     total_states = chosen * configurator.attn_dp_size

@@ -127,8 +127,8 @@ def _pools(
         demand = StateDemand.of(
             groups,
             max_running=requests,
-            state=state,
-            target_token=target_kv,
+            state_bytes=state,
+            target_token_bytes=target_kv,
             context=options.context,
         )
         slots = max_slots or default_states(memory + steps - (requests + 1) * replay, steps, demand)
