@@ -26,7 +26,7 @@ _MOST_TRAINED_BLOCKS = 16
 # Widths that an adaptive server chooses from, beside the draft's block and the whole one.
 NARROW_WIDTHS = (1, 4, 8)
 # Plain steps whose hidden states wait to be absorbed, at most.
-PLAIN_STEPS = 16
+MOST_WAITING_STEPS = 16
 
 RECURRENT_ROLLBACKS = ("auto", "replay", "snapshot")
 

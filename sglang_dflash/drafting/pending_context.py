@@ -22,9 +22,8 @@ class PendingContext:
     changes, or by a prefill: everything must be absorbed before.
     """
 
-    def __init__(self, drafter: Proposer, most: int) -> None:
-        """`most`: steps that wait at most."""
-        self._drafter, self._most = drafter, most
+    def __init__(self, drafter: Proposer, most_waiting_steps: int) -> None:
+        self._drafter, self._most_waiting_steps = drafter, most_waiting_steps
         self._rids: list[Hashable] = []
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -47,7 +46,7 @@ class PendingContext:
             self.absorb()
             self._rids = rids
         self._waiting.append((target_hidden.clone(), positions.flatten(), slots.flatten()))
-        if len(self._waiting) >= self._most:
+        if len(self._waiting) >= self._most_waiting_steps:
             self.absorb()
 
     def absorb(self) -> bool:

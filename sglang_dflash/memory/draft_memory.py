@@ -112,8 +112,8 @@ class StepSizes:
         attention: of the draft attention backend.
         processors: multiprocessors of the GPU.
         recorded: requests of the largest recorded batch; 0 if no steps are recorded.
-        waiting_steps: steps of one token per request whose hidden states wait to be absorbed, at
-            most (`drafting.pending_context`); 0 if every step drafts.
+        most_waiting_steps: most plain steps whose hidden states wait to be absorbed
+            (`drafting.pending_context`); 0 if every step drafts.
         narrow: the target's narrower forwards.
     """
 
@@ -128,7 +128,7 @@ class StepSizes:
     attention: Capabilities
     processors: int
     recorded: int
-    waiting_steps: int
+    most_waiting_steps: int
     narrow: NarrowForwards
 
 
@@ -145,7 +145,7 @@ def draft_memory(config: DraftConfig, steps: StepSizes) -> DraftMemory:
     reaches = [group.reach for group in config.groups(options.reach)]
     columns = [reach.of(steps.positions) for reach in reaches]
     vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / steps.ranks)
-    tokens = requests * max(verified, steps.waiting_steps)
+    tokens = requests * max(verified, steps.most_waiting_steps)
     recorded = 4 * 8 + 4 + block * 2 * 8 + verified * (2 * 8 + 1 + hidden)
     return DraftMemory(
         scratch_kv=(1 + requests * block * paged) * sum(group.token_bytes for group in steps.kv),
@@ -167,7 +167,7 @@ def draft_memory(config: DraftConfig, steps: StepSizes) -> DraftMemory:
         logits=requests * (block - 1) * (vocabulary * itemsize + config.head.position_bytes),
         activations=tokens * _activations(part) * itemsize,
         # And their concatenation.
-        waiting_hidden=2 * steps.waiting_steps * requests * (2 * 8 + hidden),
+        waiting_hidden=2 * steps.most_waiting_steps * requests * (2 * 8 + hidden),
         texts=4 * steps.rows * steps.positions * options.looks_up,
         narrow_widths=narrow_width_bytes(
             steps.narrow, requests=requests, positions=steps.positions, hidden_bytes=hidden

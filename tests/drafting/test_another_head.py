@@ -231,7 +231,7 @@ def step_memory(raw: dict[str, Any]) -> DraftMemory:
     steps = StepSizes(
         options=Options().resolve(config), max_running=5, rows=6, positions=99, ranks=1,
         itemsize=4, kv=(), tagged=False, attention=CAPABILITIES["torch"], processors=1, recorded=0,
-        waiting_steps=0, narrow=NarrowForwards(),
+        most_waiting_steps=0, narrow=NarrowForwards(),
     )  # fmt: skip
     return draft_memory(config, steps)
 

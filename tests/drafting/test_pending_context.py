@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.options import PLAIN_STEPS
+from sglang_dflash.drafting.options import MOST_WAITING_STEPS
 from sglang_dflash.drafting.pending_context import PendingContext
 
 
@@ -17,7 +17,7 @@ class Waiting(PendingContext):
 
     def __init__(self) -> None:
         drafter: Any = SimpleNamespace(absorb=self._keep)
-        super().__init__(drafter, PLAIN_STEPS)
+        super().__init__(drafter, MOST_WAITING_STEPS)
         self.calls: list[tuple[list[float], list[int], list[int]]] = []
 
     def _keep(self, hidden: Tensor, positions: Tensor, slots: Tensor) -> None:
@@ -61,9 +61,9 @@ def test_another_batch_does_not_wait() -> None:
 
 def test_no_more_than_a_few_steps_wait() -> None:
     context = Waiting()
-    for step in range(PLAIN_STEPS):
+    for step in range(MOST_WAITING_STEPS):
         add(context, ["a"], step)
-    assert [len(call[0]) for call in context.calls] == [PLAIN_STEPS]
+    assert [len(call[0]) for call in context.calls] == [MOST_WAITING_STEPS]
 
 
 def test_an_emptied_cache_gets_nothing() -> None:

@@ -17,7 +17,7 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import PLAIN_STEPS, Finding, Options
+from sglang_dflash.drafting.options import MOST_WAITING_STEPS, Finding, Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.drafting.width import WidthPolicy
@@ -97,7 +97,7 @@ def worker_of(
     labels: Mapping[str, Any] | None = None,
     looks_up: bool = False,
     verify_block: int | None = None,
-    waiting_steps: int = PLAIN_STEPS,
+    most_waiting_steps: int = MOST_WAITING_STEPS,
     warnings: Sequence[Finding] = (),
     hierarchical: bool = False,
 ) -> Any:
@@ -127,8 +127,9 @@ def worker_of(
         req_to_token=table, widths=widths, drafter=drafter,
         target_forward=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
         accept=accept, rollback=rollback, ranks=ranks, lookup=lookup,
-        host_tier=HostTier(groups, 2) if hierarchical else None, waiting_steps=waiting_steps,
-        seeds=Seeds(ROWS, 0, table.device), figures=figures, observer=StepObserver(),
+        host_tier=HostTier(groups, 2) if hierarchical else None,
+        most_waiting_steps=most_waiting_steps, seeds=Seeds(ROWS, 0, table.device),
+        figures=figures, observer=StepObserver(),
     )  # fmt: skip
     # For tests to change.
     worker.target_worker = target

@@ -170,7 +170,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             ranks=ranks,
             lookup=lookup,
             host_tier=self._host_tier,
-            waiting_steps=plan.waiting_steps,
+            most_waiting_steps=plan.most_waiting_steps,
             seeds=Seeds(len(req_to_token), target_worker.random_seed, plan.device),
             figures=self._figures(drafter, lookup, widths),
             observer=plan.extension.observer,

@@ -20,7 +20,7 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import PLAIN_STEPS, Finding, ResolvedOptions
+from sglang_dflash.drafting.options import MOST_WAITING_STEPS, Finding, ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import check_attention, check_ops
 from sglang_dflash.drafting.width import WidthPolicy
@@ -79,10 +79,10 @@ class Plan:
         return self.model.config.groups(self.options.reach)
 
     @property
-    def waiting_steps(self) -> int:
+    def most_waiting_steps(self) -> int:
         """Most plain steps whose hidden states wait to be absorbed. With disaggregation they are
-        absorbed at once: what another server sends may be in their slots before."""
-        return 1 if self.disaggregated else PLAIN_STEPS
+        absorbed at once: another server may write those slots before the states are absorbed."""
+        return 1 if self.disaggregated else MOST_WAITING_STEPS
 
     def warnings(self, names: Mapping[str, str]) -> list[Finding]:
         """Return findings about settings that are served but probably a mistake; `names`: setting
@@ -122,7 +122,7 @@ class Plan:
             attention=self.backend.capabilities,
             processors=processors_of(self.device),
             recorded=recorded,
-            waiting_steps=self.waiting_steps if narrow.widths else 0,
+            most_waiting_steps=self.most_waiting_steps if narrow.widths else 0,
             narrow=narrow,
         )
 

@@ -60,7 +60,7 @@ class DFlashWorker:
         ranks: make tensor-parallel ranks agree on tokens.
         lookup: of drafts in the requests' texts; None without.
         host_tier: of draft K/V in host memory; None without a hierarchical cache.
-        waiting_steps: most plain steps whose hidden states may wait for the drafter.
+        most_waiting_steps: plain steps whose hidden states may wait for the drafter.
         seeds: of the running requests.
         figures: what /server_info and /metrics show.
     """
@@ -78,14 +78,14 @@ class DFlashWorker:
     ranks: sampling.Ranks
     lookup: Lookup | None
     host_tier: HostTier | None = None
-    waiting_steps: int
+    most_waiting_steps: int
     seeds: Seeds
     figures: Figures
     observer: StepObserver
 
     def __post_init__(self) -> None:
         self._offsets = torch.arange(self.verify_block, device=self.req_to_token.device)
-        self._pending_context = PendingContext(self.drafter, self.waiting_steps)
+        self._pending_context = PendingContext(self.drafter, self.most_waiting_steps)
         self._sampled_drafts = SampledDrafts(self.verify_block, self.req_to_token.device)
 
     def forward_batch_generation(

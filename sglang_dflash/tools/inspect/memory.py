@@ -9,7 +9,7 @@ from sglang_dflash.checkpoint.published import ModelFacts
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.capabilities import CAPABILITIES, choose_attention
-from sglang_dflash.drafting.options import PLAIN_STEPS, ResolvedOptions
+from sglang_dflash.drafting.options import MOST_WAITING_STEPS, ResolvedOptions
 from sglang_dflash.memory import sizes
 from sglang_dflash.memory.draft_memory import (
     DraftMemory,
@@ -256,7 +256,7 @@ def _draft_memory(
         attention=CAPABILITIES[attention],
         processors=_PROCESSORS,
         recorded=requests if CAPABILITIES[attention].capturable else 0,
-        waiting_steps=PLAIN_STEPS if narrow.widths else 0,
+        most_waiting_steps=MOST_WAITING_STEPS if narrow.widths else 0,
         narrow=narrow,
     )
     return draft_memory(config, steps)

@@ -27,7 +27,7 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.drafting.options import PLAIN_STEPS, Options
+from sglang_dflash.drafting.options import MOST_WAITING_STEPS, Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.pending_context import PendingContext
 from sglang_dflash.drafting.width import WidthPolicy
@@ -254,13 +254,13 @@ def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> N
     with FakeTensorMode(), torch.no_grad():
         plan = plan_for("triton", 1024, config_of(f"z-lab/{shape}"), CUDA)
         needed = needs(plan, widths=(1,))
-        waiting = PendingContext(drafter_of(plan, RUNNING * POSITIONS), plan.waiting_steps)
+        waiting = PendingContext(drafter_of(plan, RUNNING * POSITIONS), plan.most_waiting_steps)
         width = plan.model.config.target_hidden_width
         hidden = plan.model.fc.weight.new_empty(RUNNING, width)
         rows = torch.arange(RUNNING, device=CUDA)[:, None]
         alive = Alive()
         with record_launches(StepContents([POSITIONS] * RUNNING)), alive:
-            for _ in range(PLAIN_STEPS - 1):
+            for _ in range(MOST_WAITING_STEPS - 1):
                 waiting.add(range(RUNNING), hidden, rows, rows)
             kept = alive.most
             waiting.add(range(RUNNING), hidden, rows, rows)

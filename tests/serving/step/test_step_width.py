@@ -117,7 +117,7 @@ def _decoded(monkeypatch: pytest.MonkeyPatch) -> None:
 def steps_of(widths: Sequence[int], window: int | None, waiting: int = 16) -> tuple[Any, list[int]]:
     """A worker after the prefill and a step of each width, and the committed lengths."""
     torch.manual_seed(1)
-    worker = worker_of(window, widths=widths_of(Scripted(widths)), waiting_steps=waiting)
+    worker = worker_of(window, widths=widths_of(Scripted(widths)), most_waiting_steps=waiting)
     worker.drafter.groups[0].cache.kv.fill_(STALE)
     return worker, run_steps(worker, widths)
 
