@@ -115,7 +115,8 @@ def replace_hidden_states(batch: ScheduleBatch, output: Any) -> None:
 
 
 def host_lengths(batch: ScheduleBatch) -> Tensor:
-    """Upper bounds on the committed lengths that the host knows without reading the device."""
+    """Lengths on the host that bound the committed ones: SGLang's, or what is reserved if it keeps
+    none there."""
     if batch.seq_lens_cpu is not None:
         return batch.seq_lens_cpu
     return batch.spec_info.nxt_kv_lens_cpu
@@ -173,6 +174,8 @@ class DraftInput(DFlashDraftInputV2):
                 self.ends = to_device(ends, batch.device)
         for request in batch.reqs:
             request.decode_batch_idx += 1
+        # Under overlap these lag behind: before the forward SGLang replaces them by the published
+        # lengths, or by None (`FutureMap.resolve_seq_lens_cpu`).
         batch.seq_lens_cpu, batch.seq_lens_sum = torch.tensor(committed), sum(committed)
         longest = [max(kv.kv_allocated_len, n) for kv, n in zip(caches, bounds, strict=True)]
         self.nxt_kv_lens_cpu = torch.tensor(
