@@ -8,14 +8,15 @@ steps: `_reserve` before the sizing, `_allocate` what lies beside the pools, `_b
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from torch import Tensor
 
 from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.drafter import Drafter, Proposer
@@ -48,15 +49,35 @@ from sglang_dflash.serving.step.worker import DFlashWorker
 logger = Log(__name__)
 
 
+@dataclass(frozen=True)
+class Allocated:
+    """The parts beside SGLang's pools.
+
+    Attributes:
+        drafter: with its caches and attention.
+        pages: the draft KV caches, as other servers send them.
+        host_tier: of draft K/V in host memory; None without a hierarchical cache.
+        carried: requests that the rings are for.
+        admitted: requests that attention is made for.
+        req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
+    """
+
+    drafter: Proposer
+    pages: DraftKVPages
+    host_tier: HostTier | None
+    carried: int
+    admitted: int
+    req_to_token: Tensor
+
+
 class DFlashSpecWorker(BaseSpecWorker):
     """The worker class that SGLang constructs and calls. Once built, each step goes to `dflash`.
 
     Attributes:
-        dflash: the worker.
+        dflash: the worker, after `init_cuda_graphs`.
     """
 
     dflash: DFlashWorker
-    _host_tier: HostTier | None = None
 
     def __init__(
         self, server_args: Any, target_worker: Any, load_draft: Callable[..., DraftModel]
@@ -82,12 +103,12 @@ class DFlashSpecWorker(BaseSpecWorker):
         allocator = token_to_kv_pool_allocator
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, allocator)
         with ends_the_server(self._names):
-            self._drafter = self._allocate(req_to_token_pool, allocator)
+            self._allocated = self._allocate(req_to_token_pool, allocator)
 
     def init_cuda_graphs(self) -> None:
         with ends_the_server(self._names):
             warm_up(self._plan.device, self._plan.model.config.vocab_size)
-            self.dflash = self._build(self._drafter, self.req_to_token_pool.req_to_token)
+            self.dflash = self._build(self._allocated)
         logger.info("serves: %s", server_info.set_up(self.report()))
         logger.info("set-up: %s", self.dflash.figures.describe())
 
@@ -102,8 +123,12 @@ class DFlashSpecWorker(BaseSpecWorker):
             logger.warning("%s", warning)
         sampling.warn_of_simulation()
 
-    def _allocate(self, request_pool: Any, allocator: Any) -> Proposer:
-        """The drafter, with its caches and attention.
+    def _allocate(self, request_pool: Any, allocator: Any) -> Allocated:
+        """Make what lies beside the pools that SGLang has made.
+
+        Args:
+            request_pool: SGLang's `ReqToTokenPool`.
+            allocator: SGLang's, of target slots.
 
         Raises:
             ConfigError: the pool is too small for the block.
@@ -111,37 +136,33 @@ class DFlashSpecWorker(BaseSpecWorker):
         """
         plan, runner = self._plan, self._target_worker.model_runner
         plan.options.check_room(allocator.size)
-        admitted, positions = request_pool.size, request_pool.req_to_token.shape[1]
+        admitted, req_to_token = request_pool.size, request_pool.req_to_token
         # If sliding layers have a pool of their own, `size` is the smaller one's.
         tokens = allocator.size_full
         # Recurrent states may let fewer run than --max-running-requests.
         carried = memory.carried_by(runner)
-        self._carried = plan.max_running if carried is None else carried
+        carried = plan.max_running if carried is None else carried
         slots = tokens + allocator.page_size
-        groups = plan.groups(tokens, slots, admitted, positions, self._carried)
+        groups = plan.groups(tokens, slots, admitted, req_to_token.shape[1], carried)
         if plan.is_checked:
             plan.check(groups, admitted)
+        host_tier = None
         if plan.hierarchical:
-            self._host_tier = HostTier(groups, self._carried, sends=plan.disaggregated)
-            self._host_tier.attach(allocator)
-        self._pages, head = DraftKVPages(groups), target_head(runner.model)
+            host_tier = HostTier(groups, carried, sends=plan.disaggregated)
+            host_tier.attach(allocator)
         make = plan.extension.make_drafter or Drafter
-        return make(plan.model, head, groups, plan.options)
+        drafter = make(plan.model, target_head(runner.model), groups, plan.options)
+        pages = DraftKVPages(groups)
+        return Allocated(drafter, pages, host_tier, carried, admitted, req_to_token)
 
-    def _build(self, drafter: Proposer, req_to_token: torch.Tensor) -> DFlashWorker:
-        """The worker. Raises SelfCheckFailed if a recorded step differs from an eager one.
-
-        Args:
-            req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
-        """
+    def _build(self, allocated: Allocated) -> DFlashWorker:
+        """The worker. Raises SelfCheckFailed if a recorded step differs from an eager one."""
         plan, target_worker = self._plan, self._target_worker
         block, runner = plan.options.verify_block, target_worker.model_runner
+        # Before draft steps are recorded, which is left out if memory is short: a worker with
+        # several widths needs all of the target's graphs.
         forward = target_forward(target_worker, plan.policy.widths, plan.device)
-        if plan.recorder is not None:
-            eager, admitted = drafter, self.req_to_token_pool.size
-            drafter = graphed(drafter, plan.recorder(), req_to_token, admitted, plan.is_checked)
-            if drafter is eager:
-                memory.note_eager_steps(runner.kv_cache_configurator)
+        drafter, req_to_token = self._recorded(allocated), allocated.req_to_token
         lookup, vocab_size = None, plan.model.config.vocab_size
         if plan.options.looks_up:
             ops, counters = plan.model.ops, drafter.counters
@@ -159,7 +180,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         return DFlashWorker(
             verify_block=block,
             features=plan.model.config.target_hidden_width,
-            carried=self._carried,
+            carried=allocated.carried,
             req_to_token=req_to_token,
             widths=widths,
             drafter=drafter,
@@ -169,14 +190,27 @@ class DFlashSpecWorker(BaseSpecWorker):
             rollback=plan.rollback,
             ranks=ranks,
             lookup=lookup,
-            host_tier=self._host_tier,
+            host_tier=allocated.host_tier,
             most_waiting_steps=plan.most_waiting_steps,
             seeds=Seeds(len(req_to_token), target_worker.random_seed, plan.device),
-            figures=self._figures(drafter, lookup, widths),
+            figures=self._figures(allocated, drafter, lookup, widths),
             observer=plan.extension.observer,
         )
 
-    def _figures(self, drafter: Proposer, lookup: Lookup | None, widths: StepWidths) -> Figures:
+    def _recorded(self, allocated: Allocated) -> Proposer:
+        """The drafter with its steps recorded, if the plan says so and they can be."""
+        plan, eager = self._plan, allocated.drafter
+        if plan.recorder is None:
+            return eager
+        table, admitted = allocated.req_to_token, allocated.admitted
+        drafter = graphed(eager, plan.recorder(), table, admitted, plan.is_checked)
+        if drafter is eager:
+            memory.note_eager_steps(self._target_worker.model_runner.kv_cache_configurator)
+        return drafter
+
+    def _figures(
+        self, allocated: Allocated, drafter: Proposer, lookup: Lookup | None, widths: StepWidths
+    ) -> Figures:
         plan, runner = self._plan, self._target_worker.model_runner
         return Figures(
             worker=f"{DFlashWorker.__module__}.{DFlashWorker.__qualname__}",
@@ -189,8 +223,8 @@ class DFlashSpecWorker(BaseSpecWorker):
             options=plan.options,
             drafter=drafter,
             lookup=lookup,
-            host_tier=self._host_tier,
-            pages=self._pages,
+            host_tier=allocated.host_tier,
+            pages=allocated.pages,
             rollback=plan.rollback,
             policy=widths.policy,
             warnings=self._warnings,
@@ -214,7 +248,7 @@ class DFlashSpecWorker(BaseSpecWorker):
     @property
     def primary_draft_kv_pool(self) -> DraftKVPages:
         """The draft KV caches, for prefill/decode disaggregation."""
-        return self._pages
+        return self._allocated.pages
 
     @property
     def weight_load_time(self) -> float:
