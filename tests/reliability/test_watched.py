@@ -51,7 +51,7 @@ def test_pages_are_made_of_slots() -> None:
 
 def step_of(slots: Tensor) -> Step:
     rows = torch.arange(len(slots))
-    return Step(rows, rows + 9, torch.zeros_like(slots), slots)
+    return Step(rows, rows + 9, torch.zeros_like(slots), slots, [False] * len(slots))
 
 
 def test_a_block_in_free_slots_is_an_error() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.metrics.counts import RequestStep
 from sglang_dflash.serving.step.batch import get_spec, serves_dflash
-from sglang_dflash.serving.step.target_tokens import takes_one_token
 
 
 def serve_hidden_states(original: Any, request: Any, enable_overlap: bool) -> str | None:
@@ -124,15 +123,15 @@ def count_kept_tokens(original: Any, processor: Any, batch: Any, result: Any) ->
     before = [(r.spec_verify_ct, r.spec_num_correct_drafts, len(r.output_ids)) for r in batch.reqs]
     original(processor, batch, result)
     result.next_draft_input.in_flight = 0
-    steps, outcome, width = [], {}, result.speculative_num_draft_tokens
-    for request, (step_count, correct, length) in zip(batch.reqs, before, strict=True):
+    steps, outcome = [], {}
+    for request, (step_count, correct, length), verified in zip(
+        batch.reqs, before, result.cap_lens.tolist(), strict=True
+    ):
         if request.spec_verify_ct == step_count:
             continue
-        takes_drafts = not takes_one_token(request)
-        drafts = width - 1 if takes_drafts else 0
-        tokens = len(request.output_ids_through_stop) - length
+        drafts, tokens = verified - 1, len(request.output_ids_through_stop) - length
         accepted = min(request.spec_num_correct_drafts - correct, tokens, drafts)
         steps.append(RequestStep(drafts, accepted, tokens))
-        if takes_drafts:
+        if drafts:
             outcome[request.rid] = accepted
-    processor.model_worker.dflash.learn(steps, width, outcome)
+    processor.model_worker.dflash.learn(steps, result.speculative_num_draft_tokens, outcome)

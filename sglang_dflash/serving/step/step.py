@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted
@@ -17,6 +19,7 @@ class Step(NamedTuple):
         seq_lens: int64 `[R]`, committed tokens before the step.
         positions: int64 `[R, W]`, of the tokens that the target computes.
         slots: int64 `[R, W]`, their target KV slots.
+        takes_one_token: R; which requests take one token, as `takes_one_token` tells.
         ends: int64 `[R]`: each request has KV slots for the positions below, the others are
             computed in SGLang's padding slot. None if there are slots for all.
     """
@@ -25,12 +28,19 @@ class Step(NamedTuple):
     seq_lens: Tensor
     positions: Tensor
     slots: Tensor
+    takes_one_token: Sequence[bool]
     ends: Tensor | None = None
 
     @property
     def width(self) -> int:
         """W, tokens per request that the target computes: 1 to `verify_block`."""
         return self.positions.shape[1]
+
+    @property
+    def verified_tokens(self) -> Tensor:
+        """Tokens that each request can take, the bonus token included: int32 `[R]` on the host."""
+        counts = [1 if is_single else self.width for is_single in self.takes_one_token]
+        return torch.tensor(counts, dtype=torch.int32)
 
 
 class StepObserver:

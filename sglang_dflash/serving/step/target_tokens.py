@@ -7,7 +7,7 @@ before, or a grammar that cannot look ahead: such a request commits one token pe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,9 +118,8 @@ class TargetTokens:
             noise = BlockNoise(zeros, torch.ones(1, device=device), zeros)
             self._largest(torch.zeros(1, vocab_size, device=device), noise, 0)
 
-    def single_token_mask(self, batch: ScheduleBatch) -> Tensor | None:
-        """Bool `[R]`: requests that take one token per step; None for none."""
-        mask = [takes_one_token(request) for request in batch.reqs]
+    def single_token_mask(self, batch: ScheduleBatch, mask: Sequence[bool]) -> Tensor | None:
+        """The mask of `Step.takes_one_token` on the device, bool `[R]`; None if no request does."""
         if not any(mask):
             return None
         for request in batch.reqs:
@@ -147,10 +146,3 @@ def takes_one_token(request: Any) -> bool:
     """Return whether the request takes one token per step: its own logits processor or its grammar
     can judge the first position of a block only."""
     return bool(request.custom_logit_processor) or not sampling.looks_ahead(request.grammar)
-
-
-def verified_tokens(batch: ScheduleBatch, width: int) -> Tensor:
-    """Return how many tokens of its block each request can take in a step of that width, the bonus
-    token included: int32 `[R]` on the host."""
-    taken = [1 if takes_one_token(request) else width for request in batch.reqs]
-    return torch.tensor(taken, dtype=torch.int32)

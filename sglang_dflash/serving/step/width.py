@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ import torch
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import TimedStep, WidthPolicy
 from sglang_dflash.serving.step.batch import ScheduleBatch
-from sglang_dflash.serving.step.target_tokens import takes_one_token
 
 
 class _HostEvent:
@@ -92,18 +91,22 @@ class StepWidths:
         self.steps = Counter(dict.fromkeys(policy.widths, 0))
         self._is_fixed = len(policy.widths) == 1
 
-    def choose(self, batch: ScheduleBatch) -> int:
-        """The width of the step that begins now."""
-        width = self.policy.widths[0] if self._is_fixed else self._chosen(batch)
+    def choose(self, batch: ScheduleBatch, takes_one_token: Sequence[bool]) -> int:
+        """The width of the step that begins now.
+
+        Args:
+            takes_one_token: see `Step`.
+        """
+        width = self.policy.widths[0] if self._is_fixed else self._chosen(batch, takes_one_token)
         self.steps[width] += 1
         return width
 
-    def _chosen(self, batch: ScheduleBatch) -> int:
+    def _chosen(self, batch: ScheduleBatch, takes_one_token: Sequence[bool]) -> int:
         for step in self.clock.start_step():
             self.policy.record(step)
         rids, undrafted, context, most = [], 0, 0, 0
-        for request in batch.reqs:
-            if takes_one_token(request):
+        for request, is_single in zip(batch.reqs, takes_one_token, strict=True):
+            if is_single:
                 undrafted += 1
             else:
                 rids.append(request.rid)

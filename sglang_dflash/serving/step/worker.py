@@ -39,7 +39,7 @@ from sglang_dflash.serving.step.prefill import place_prompt, write_texts, write_
 from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.step import Step, StepObserver
 from sglang_dflash.serving.step.target_forward import TargetForward
-from sglang_dflash.serving.step.target_tokens import TargetTokens, verified_tokens
+from sglang_dflash.serving.step.target_tokens import TargetTokens, takes_one_token
 from sglang_dflash.serving.step.width import StepWidths
 
 Publish = Callable[[Tensor], None]
@@ -142,8 +142,9 @@ class DFlashWorker:
         self, batch: ScheduleBatch, publish: Publish, barrier: Barrier | None
     ) -> GenerationBatchResult:
         with self.figures.times.phase("choose_width"):
-            width = self.widths.choose(batch)
-        step = self._next_step(batch, width)
+            single = [takes_one_token(request) for request in batch.reqs]
+            width = self.widths.choose(batch, single)
+        step = self._next_step(batch, width, single)
         self._run_host_copies(step.slots.flatten())
         self.observer.before_step(batch, step)
         with self.figures.times.phase("propose"):
@@ -166,10 +167,10 @@ class DFlashWorker:
         result.accept_lens, result.new_seq_lens = accepted.lengths.int(), new_seq_lens
         result.next_draft_input = draft_input(accepted.bonus, new_seq_lens, in_flight=step.width)
         result.speculative_num_draft_tokens = step.width
-        result.cap_lens = verified_tokens(batch, step.width)
+        result.cap_lens = step.verified_tokens
         return result
 
-    def _next_step(self, batch: ScheduleBatch, width: int) -> Step:
+    def _next_step(self, batch: ScheduleBatch, width: int, single: Sequence[bool]) -> Step:
         record_stream(batch.seq_lens)
         rows, seq_lens = batch.req_pool_indices.long(), batch.seq_lens.long()
         positions = seq_lens[:, None] + self._offsets[:width]
@@ -177,7 +178,7 @@ class DFlashWorker:
         ends = batch.spec_info.ends
         if ends is not None:
             slots = slots.masked_fill(positions >= ends[:, None], PADDING_SLOT)
-        return Step(rows, seq_lens, positions, slots, ends)
+        return Step(rows, seq_lens, positions, slots, single, ends)
 
     def _propose(self, batch: ScheduleBatch, step: Step) -> tuple[Tensor, DraftsByRule | None]:
         """Return the block int64 `[R, W]`, each request's bonus token and then drafts, and the
@@ -221,7 +222,7 @@ class DFlashWorker:
         """Return the block with -1 for drafts that must not be accepted: those of requests that
         take one token per step, those without a slot, and those in a slot that the next bonus token
         needs."""
-        single = self.target_tokens.single_token_mask(batch)
+        single = self.target_tokens.single_token_mask(batch, step.takes_one_token)
         if single is not None:
             block = block.masked_fill(single[:, None], -1)
         if step.ends is not None:
@@ -261,6 +262,7 @@ class DFlashWorker:
             logits_output=None,
             next_token_ids=empty,
             accept_lens=empty.int(),
+            cap_lens=empty.int(),
             new_seq_lens=empty,
             next_draft_input=DraftInput.create_idle_input(device=empty.device),
             speculative_num_draft_tokens=self.verify_block,

@@ -27,6 +27,7 @@ from sglang_dflash.serving.metrics.server_info import ENOUGH_STEPS
 from sglang_dflash.serving.metrics.step_times import StepTimes
 from sglang_dflash.serving.start import choose_worker
 from sglang_dflash.serving.step.scheduler import count_kept_tokens
+from sglang_dflash.serving.step.step import Step
 from tests import ROOT
 from tests.conftest import random_model, raw_config, with_own
 from tests.recording import OpRecorder
@@ -65,8 +66,14 @@ def skipped(request: Req) -> None:
 
 
 def processed(
-    counts: Any, requests: list[Req], work: list[Callable[[Req], None]], width: int = 8
+    counts: Any,
+    requests: list[Req],
+    work: list[Callable[[Req], None]],
+    width: int = 8,
+    single: tuple[bool, ...] = (),
 ) -> None:
+    """`single`: which requests take one token; by default none."""
+
     def original(processor: Any, batch: Any, result: Any) -> None:
         for request, process in zip(batch.reqs, work, strict=True):
             process(request)
@@ -74,7 +81,11 @@ def processed(
     worker = SimpleNamespace(learn=lambda steps, _width, _accepted: counts.add(steps))
     processor = SimpleNamespace(model_worker=SimpleNamespace(dflash=worker))
     given = SimpleNamespace(in_flight=width)
-    result = SimpleNamespace(speculative_num_draft_tokens=width, next_draft_input=given)
+    zeros = torch.zeros(len(requests), width, dtype=torch.int64)
+    step = Step(zeros, zeros, zeros, zeros, single or [False] * len(requests))
+    result = SimpleNamespace(
+        speculative_num_draft_tokens=width, cap_lens=step.verified_tokens, next_draft_input=given
+    )
     count_kept_tokens(original, processor, batch_of(*requests), result)
     assert given.in_flight == 0
 
@@ -101,10 +112,9 @@ def test_what_a_request_does_not_keep_is_not_counted() -> None:
 
 
 def test_steps_without_drafts_are_counted_separately() -> None:
-    counts, single, free = AcceptanceCounts(8), request(), request()
-    single.custom_logit_processor = "one"
-    processed(counts, [single, free], [takes(0), takes(4)])
-    processed(counts, [single, free], [takes(0), takes(0)], width=1)
+    counts, requests, single = AcceptanceCounts(8), [request(), request()], (True, False)
+    processed(counts, requests, [takes(0), takes(4)], single=single)
+    processed(counts, requests, [takes(0), takes(0)], width=1, single=single)
     assert counts.drafted == VerifySteps(1, 5) and counts.undrafted == VerifySteps(3, 3)
 
 

@@ -222,7 +222,7 @@ def test_requests_with_processors_do_not_make_the_host_wait(gpu: FakeCuda) -> No
     batch = decode_of(LENGTHS, "cuda", reqs=requests)
     gpu.crossings.clear()
     ranks: Any = None
-    mask = TargetTokens(None, ranks, ranks).single_token_mask(batch)
+    mask = TargetTokens(None, ranks, ranks).single_token_mask(batch, [False, True])
     assert mask is not None and mask.shape == (2,)
     assert [crossing.waits for crossing in gpu.crossings] == [False]
 

@@ -16,6 +16,7 @@ from sglang_dflash.serving.start.flags import ATTRIBUTE, width_policy
 from sglang_dflash.serving.step import batch as serving_batch
 from sglang_dflash.serving.step import width as step_width
 from sglang_dflash.serving.step.batch import ForwardBatch
+from sglang_dflash.serving.step.target_tokens import takes_one_token
 from sglang_dflash.serving.step.width import StepClock, StepWidths
 from tests.errors import refused
 from tests.serving.batches import batch_of, request_of
@@ -70,12 +71,11 @@ def test_the_policy_is_told_what_a_step_may_take(clock: list[float]) -> None:
     clock += [1.0]
     policy = Scripted([4])
     widths = widths_of(policy)
-    width = widths.choose(
-        batch_of(
-            request("a", most=10, output=7),
-            request("b", most=10, output=4, processor="one"),
-        )
+    batch = batch_of(
+        request("a", most=10, output=7),
+        request("b", most=10, output=4, processor="one"),
     )
+    width = widths.choose(batch, [takes_one_token(request) for request in batch.reqs])
     assert width == 4 and policy.asked == [(["a"], 500, 6, 1)]
 
 
@@ -86,19 +86,19 @@ def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:
     for interrupted in (False, False, True, False):
         if interrupted:
             widths.clock.drop_step()
-        widths.choose(one)
+        widths.choose(one, [False])
     assert policy.durations == [(0.25, 1, 500, 8), (0.5, 1, 500, 4)]
 
 
 def test_every_rank_takes_the_first_ones_width(clock: list[float]) -> None:
     clock += [1.0]
     tp = TensorParallel(rank=1, size=2, from_first=lambda own: {4: 8}[own])
-    assert widths_of(Scripted([4]), tp).choose(batch_of(request("a"))) == 8
+    assert widths_of(Scripted([4]), tp).choose(batch_of(request("a")), [False]) == 8
 
 
 def test_a_fixed_width_asks_nothing() -> None:
     widths = widths_of(WidthPolicy(8))
-    assert widths.choose(None) == 8  # type: ignore[arg-type]
+    assert widths.choose(None, []) == 8  # type: ignore[arg-type]
     widths.observe(8, {"a": 3})
 
 
