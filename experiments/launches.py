@@ -23,6 +23,7 @@ from dflash_kernels import (
     add_rms_norm,
     block_attention,
     candidates,
+    context_table,
     convolve,
     draft_source,
     gated_delta_fold,
@@ -31,7 +32,6 @@ from dflash_kernels import (
     prepare_block,
     qk_norm_rope,
     silu_mul,
-    slot_table,
     walk,
 )
 from dflash_kernels.traffic import Traffic
@@ -117,10 +117,10 @@ def _instructions(name: str, args: Any, kwargs: Any) -> tuple[float, float]:
     return used["at_least"] * args[at].numel(), used["at_most"] * args[at].numel()
 
 
-def _slot_table(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
+def _context_table(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     limit, sinks = args[11:13]
     reach = Reach(limit - sinks, sinks)
-    return slot_table.traffic(args[0].shape[1], scene.lengths, reach, kwargs["RING"])
+    return context_table.traffic(args[0].shape[1], scene.lengths, reach, kwargs["HAS_TAGS"])
 
 
 def _block_attention(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
@@ -215,7 +215,7 @@ def _take_match(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
 
 
 KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
-    "slot_table_kernel": _slot_table,
+    "context_table_kernel": _context_table,
     "block_attention_kernel": _block_attention,
     "merge_kernel": lambda *_: Traffic(0, 0),
     "add_rms_norm_kernel": _add_rms_norm,

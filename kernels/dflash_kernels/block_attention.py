@@ -234,10 +234,10 @@ def block_attention(
         k, v: `[R, B, G, D]`, the block's own. Any strides with unit stride over D, as of q.
         old: `[S, 2, G, D]`, the cache's K/V of this layer, in any float dtype; float8 is converted
             without a scale.
-        entries: int32 `[R, C]`, from `slot_table`. Columns past a request's are not read.
+        entries: int32 `[R, C]`, from `context_table`. Columns past a request's are not read.
         seq_lens: int `[R]`, committed tokens: the position of the block's first token. 0 leaves
             the block only.
-        layer: what the layer sees; its reach is that of `slot_table`.
+        layer: what the layer sees; its reach is that of `context_table`.
         workspace: for P splits; None for one.
 
     Raises:

@@ -10,6 +10,7 @@ from torch import Tensor
 from dflash_kernels.accept import accept
 from dflash_kernels.add_rms_norm import add_rms_norm
 from dflash_kernels.candidates import MOST, candidates
+from dflash_kernels.context_table import context_table
 from dflash_kernels.convolve import convolve
 from dflash_kernels.draft_source import choose_source, learn_source
 from dflash_kernels.largest import largest
@@ -17,11 +18,10 @@ from dflash_kernels.lookup import seen_before
 from dflash_kernels.prepare_block import prepare_block
 from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
 from dflash_kernels.silu_mul import silu_mul
-from dflash_kernels.slot_table import slot_table
 from dflash_kernels.walk import walk
 from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.acceptance import Accepted
-from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.draft_source import DraftsBySource, DraftSource
 from sglang_dflash.drafting.kv import Tags
 from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
@@ -39,12 +39,14 @@ class Rotation(NamedTuple):
 class TritonOps(TorchOps):
     """`TorchOps` in a launch or two each, for inference. Inputs are overwritten."""
 
-    def slot_table(self, requests: RequestSlots, reach: Reach, tags: Tags | None) -> Tensor:
+    def context_table(
+        self, requests: RequestSlots, reach: Reach, tags: Tags | None
+    ) -> ContextTable:
         req_to_token, rows, seq_lens, _ = requests
         shape = len(rows), requests.columns(reach)
         entries = torch.empty(shape, dtype=torch.int32, device=rows.device)
-        slot_table(entries, req_to_token, rows, seq_lens, reach, tags)
-        return entries
+        context_table(entries, req_to_token, rows, seq_lens, reach, tags)
+        return ContextTable(entries, seq_lens)
 
     def prepare_block(
         self, bonus: Tensor, seq_lens: Tensor, block: int, mask_id: int

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sglang_dflash.drafting.attention.table import ContextTable
+
 
 class DraftCounts(NamedTuple):
     """Totals since the start.
@@ -65,13 +67,9 @@ class DraftCounters:
         """Count the True elements of a bool mask."""
         self._device[0].add_(mask.sum())
 
-    def add_context(self, seq_lens: Tensor, entries: Tensor) -> None:
-        """Count a step's table.
-
-        Args:
-            seq_lens: int64 `[R]`, committed tokens.
-            entries: int32 `[R, C]`, see `ContextTable`.
-        """
+    def add_context(self, table: ContextTable) -> None:
+        """Count the tokens of a step's table, and those whose K/V it has."""
+        entries, seq_lens = table
         self._device[1].add_(seq_lens.clamp(max=entries.shape[1]).sum())
         self._device[2].add_((entries >= 0).sum())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import LayerGroup, Reach
 from sglang_dflash.drafting.attention.backend import DraftAttention
-from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
+from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
@@ -58,10 +58,10 @@ class KVGroup:
 
     def prepare(self, model: DraftModel, requests: RequestSlots, counters: DraftCounters) -> None:
         """Find the context of a step's requests, and hand it to the attention."""
-        entries = model.ops.slot_table(requests, self.reach, self.cache.tags)
+        table = model.ops.context_table(requests, self.reach, self.cache.tags)
         if isinstance(self.cache, RingKVCache):
-            counters.add_context(requests.seq_lens, entries)
-        self.attention.prepare(self.cache.kv, ContextTable(entries, requests.seq_lens))
+            counters.add_context(table)
+        self.attention.prepare(self.cache.kv, table)
 
     def write(
         self,

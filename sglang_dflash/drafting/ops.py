@@ -18,7 +18,7 @@ from torch import Tensor
 from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting import acceptance
 from sglang_dflash.drafting.acceptance import Accepted
-from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
+from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots, fill_context_table
 from sglang_dflash.drafting.draft_source import DraftsBySource, DraftSource
 from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.lookup import seen_before
@@ -36,13 +36,15 @@ class TorchOps:
     A subclass may overwrite floating-point inputs unless stated otherwise.
     """
 
-    def slot_table(self, requests: RequestSlots, reach: Reach, tags: Tags | None) -> Tensor:
-        """Entries int32 `[R, C]` of a step's `ContextTable`, and marks them as in use in `tags`."""
+    def context_table(
+        self, requests: RequestSlots, reach: Reach, tags: Tags | None
+    ) -> ContextTable:
+        """Find the entries that each request reads, and mark in `tags` that they are in use."""
         req_to_token, rows, seq_lens, _ = requests
         shape = len(rows), requests.columns(reach)
         entries = torch.empty(shape, dtype=torch.int32, device=rows.device)
-        fill_table(entries, req_to_token, rows, seq_lens, reach, tags)
-        return entries
+        fill_context_table(entries, req_to_token, rows, seq_lens, reach, tags)
+        return ContextTable(entries, seq_lens)
 
     def prepare_block(
         self, bonus: Tensor, seq_lens: Tensor, block: int, mask_id: int

@@ -242,10 +242,10 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         ops.write_context(cache, kv.clone(), places, of_context, norms, rotary, eps)
         return (cache[:-1],)
 
-    def slot_table(ops: TorchOps) -> Sequence[Tensor]:
+    def context_table(ops: TorchOps) -> Sequence[Tensor]:
         in_use = torch.zeros(CONTEXT + 1, dtype=torch.bool, device=draw.device)
         tags = Tags(entry_of, owner, in_use)
-        return ops.slot_table(requests, WHOLE_CONTEXT, tags), in_use
+        return ops.context_table(requests, WHOLE_CONTEXT, tags).entries, in_use
 
     cases: Cases = {
         "add_rms_norm": lambda ops: ops.add_rms_norm(
@@ -254,7 +254,7 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         "qk_norm_rope": qk_norm_rope,
         "silu_mul": lambda ops: (ops.silu_mul(gate_up.clone()),),
         "write_context": write_context,
-        "slot_table": slot_table,
+        "context_table": context_table,
         "prepare_block": lambda ops: ops.prepare_block(
             bonus, seq_lens, block, config.mask_token_id
         ),

@@ -26,9 +26,10 @@ class DraftMemory(NamedTuple):
     Attributes:
         scratch_kv: entries that attention keeps the block's own K/V in: one for padding; with `fa3`
             and `fa4` also one per request and block position.
-        slot_tables: a step's tables of entries, one for each group of layers: 4 bytes per request
-            and visible token. With `fa3` and `fa4` it is 12, for a copy, and 48 for a ring, which
-            is sorted. A ring's 5 bytes per entry and 4 per target token are charged with its K/V.
+        context_tables: a step's tables of entries, one for each group of layers: 4 bytes per
+            request and visible token. With `fa3` and `fa4` it is 12, for a copy, and 48 where K/V
+            may be missing, as in a ring: the copy is sorted. A ring's 5 bytes per entry and 4 per
+            target token are charged with its K/V.
         attention_workspace: of draft attention, for each group of layers: parts of split requests
             (`triton`), or a chunk of copied K/V, 64 MiB at most (`torch`).
         graph_buffers: what recorded steps read and write; 0 if none are recorded.
@@ -44,7 +45,7 @@ class DraftMemory(NamedTuple):
     """
 
     scratch_kv: int = 0
-    slot_tables: int = 0
+    context_tables: int = 0
     attention_workspace: int = 0
     graph_buffers: int = 0
     logits: int = 0
@@ -149,7 +150,7 @@ def draft_memory(config: DraftConfig, steps: StepSizes) -> DraftMemory:
     recorded = 4 * 8 + 4 + block * 2 * 8 + verified * (2 * 8 + 1 + hidden)
     return DraftMemory(
         scratch_kv=(1 + requests * block * paged) * sum(group.token_bytes for group in steps.kv),
-        slot_tables=requests
+        context_tables=requests
         * sum(
             count * _table_cell(paged, steps.tagged or reach.is_bounded)
             for reach, count in zip(reaches, columns, strict=True)
@@ -176,7 +177,7 @@ def draft_memory(config: DraftConfig, steps: StepSizes) -> DraftMemory:
 
 
 def _table_cell(paged: bool, holes: bool) -> int:
-    """Bytes of a cell of a step's table of entries. A page table is a copy, and where entries may
+    """Bytes of a cell of a `ContextTable`. A page table is a copy, and where entries may
     be missing the live ones are sorted to the front, with int64 numbers
     (`drafting.attention.paged`)."""
     if not paged:

@@ -31,7 +31,7 @@ def read_by_request(cache: DraftKVCache, targets: list[int]) -> list[int]:
     """Entries of the target slots of one running request, -1 for lost ones."""
     slots, one = torch.tensor([targets], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     request = RequestSlots(slots, one, one + len(targets), len(targets))
-    return TorchOps().slot_table(request, WHOLE_CONTEXT, cache.tags)[0].tolist()
+    return TorchOps().context_table(request, WHOLE_CONTEXT, cache.tags).entries[0].tolist()
 
 
 class PlainRing:

@@ -31,7 +31,7 @@ def test_the_log_and_server_info_name_the_worker(server: Server) -> None:
         assert field in log
     needed = report["draft_memory_bytes"]
     assert needed["total"] == sum(n for part, n in needed.items() if part != "total")
-    assert needed["logits"] and needed["slot_tables"] and needed["attention_workspace"]
+    assert needed["logits"] and needed["context_tables"] and needed["attention_workspace"]
     # Reserved before the pools are made.
     assert log.index("before the KV pools are sized: ") < log.index("KV Cache is allocated")
     by_position = report["acceptance_by_position"]

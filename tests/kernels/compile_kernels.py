@@ -28,6 +28,7 @@ from dflash_kernels import (
     add_rms_norm,
     block_attention,
     candidates,
+    context_table,
     convolve,
     draft_source,
     gated_delta_fold,
@@ -36,7 +37,6 @@ from dflash_kernels import (
     prepare_block,
     qk_norm_rope,
     silu_mul,
-    slot_table,
     walk,
 )
 from triton.backends.compiler import GPUTarget
@@ -266,11 +266,11 @@ def cases() -> dict[str, Case]:
     """All kernels at all published shapes, by name."""
     found = [
         Case(
-            f"slot_table {'ring' if ring else 'direct'}",
-            slot_table.slot_table_kernel,
-            {"RING": ring, "BLOCK": slot_table.BLOCK},
+            f"context_table{' tags' * has_tags}",
+            context_table.context_table_kernel,
+            {"HAS_TAGS": has_tags, "BLOCK": context_table.BLOCK},
         )
-        for ring in (False, True)
+        for has_tags in (False, True)
     ]
     for kept in (False, True):
         with_checkpoints = {"HAS_CHECKPOINTS": kept, **({} if kept else NO_CHECKPOINTS)}

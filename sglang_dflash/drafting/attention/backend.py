@@ -60,7 +60,7 @@ class Setting:
         requests: largest number of requests in a batch.
         columns: of the widest table.
         scratch: the cache's first scratch entry, if the backend needs them.
-        holes: whether the K/V of a visible token may be missing, as in a bounded cache.
+        holes: whether the K/V of a visible token may be missing: the cache has tags.
     """
 
     draft_block: int

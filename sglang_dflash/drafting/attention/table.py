@@ -1,4 +1,4 @@
-"""The table from requests to draft K/V entries, built once per step for all layers."""
+"""The table from requests to draft K/V entries, built once per step for all layers of a group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_dflash.drafting.kv import Tags
 # The target slot of tokens that are not to be read: rows of padding, and positions that have no
 # slot. A KV pool keeps it for padding.
 PADDING_SLOT = 0
-# Columns times requests that `fill_table` works on at once. It needs some 60 bytes for each.
+# Columns times requests that `fill_context_table` works on at once, in some 60 bytes for each.
 PIECE = 1 << 16
 
 
@@ -52,7 +52,7 @@ class ContextTable(NamedTuple):
     seq_lens: Tensor
 
 
-def fill_table(
+def fill_context_table(
     entries: Tensor,
     req_to_token: Tensor,
     rows: Tensor,
@@ -60,7 +60,7 @@ def fill_table(
     reach: Reach,
     tags: Tags | None,
 ) -> None:
-    """Fill `entries`, and mark what it names as the entries in use of a ring. In torch.
+    """Fill the `entries` of a `ContextTable`, and mark in `tags` that they are in use. In torch.
 
     Args:
         entries: int32 `[R, C]`, written (see `ContextTable`). C is at least `reach.of` the longest
@@ -69,8 +69,8 @@ def fill_table(
         rows: int `[R]`.
         seq_lens: int `[R]`.
         reach: what the drafts read.
-        tags: of a ring; None for a cache with an entry per target slot. The flag of the padding
-            entry is left False.
+        tags: of the cache; None if every slot's token has draft K/V (`DraftKVCache` without tags).
+            The padding entry is never in use.
     """
     last = req_to_token.shape[1] - 1
     ends = seq_lens.clamp(max=last + 1)[:, None]

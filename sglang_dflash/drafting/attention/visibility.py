@@ -1,5 +1,5 @@
 """The context and block positions that each position of a block sees.
-`dflash_kernels.slot_table` and `dflash_kernels.block_attention` apply the same rules inside of
+`dflash_kernels.context_table` and `dflash_kernels.block_attention` apply the same rules inside of
 kernels."""
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from torch import Tensor
 
 
 class Tags(NamedTuple):
-    """Tags of a bounded cache's entries. An entry is live if `entry_of` and `owner` agree on it.
+    """Tags of a cache that may lack the K/V of a slot's token. An entry is live if `entry_of` and
+    `owner` agree on it.
 
     Attributes:
         entry_of: int32 `[target slots]`, the entry of each slot.

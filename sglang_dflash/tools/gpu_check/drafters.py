@@ -178,16 +178,17 @@ def load_draft(
     plan = Plan(model, options, policy, backend, TensorParallel(), device, dtype, requests)
     # Slot 0 and row 0 are for padding. As in a used pool, a request's slots are not adjacent.
     slots = 1 + torch.randperm(requests * width, device=device).int().view(requests, width)
-    table = torch.zeros(1 + requests, positions or width, dtype=slots.dtype, device=device)
-    table[1:, :width] = slots
+    req_to_token = torch.zeros(1 + requests, positions or width, dtype=slots.dtype, device=device)
+    req_to_token[1:, :width] = slots
     rows = 1 + torch.arange(requests, device=device)
     lengths = torch.full_like(rows, load.context)
-    request_slots = RequestSlots(table, rows, lengths, load.context)
-    groups = plan.groups(requests * width, 1 + requests * width, requests, table.shape[1])
+    request_slots = RequestSlots(req_to_token, rows, lengths, load.context)
+    groups = plan.groups(requests * width, 1 + requests * width, requests, req_to_token.shape[1])
     for group in groups:
         group.cache.kv.normal_()
         _fill(group, request_slots)
-        check_live(model.ops.slot_table(request_slots, group.reach, group.cache.tags))
+        table = model.ops.context_table(request_slots, group.reach, group.cache.tags)
+        check_live(table.entries)
     drafter = Drafter(model, head, groups, options)
     block_positions = lengths[:, None] + torch.arange(block, device=device)
     tokens = requests * block
@@ -199,7 +200,7 @@ def load_draft(
         targets=torch.randint(config.vocab_size, (requests, block), device=device),
         hidden=torch.randn(tokens, config.target_hidden_width, device=device, dtype=dtype),
         positions=block_positions.flatten(),
-        slots=table[rows[:, None], block_positions].long().flatten(),
+        slots=req_to_token[rows[:, None], block_positions].long().flatten(),
     )
 
 

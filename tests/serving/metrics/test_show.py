@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 import sglang_dflash
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps
+from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.options import Finding
@@ -140,7 +141,7 @@ class Fed:
         self.counters.add_nonfinite(torch.ones(nonfinite, dtype=torch.bool))
         columns = torch.arange(100, dtype=torch.int32)
         entries = columns.where(columns < 100 * found, -1)[None]
-        self.counters.add_context(torch.tensor([100]), entries)
+        self.counters.add_context(ContextTable(entries, torch.tensor([100])))
         self.counters.send()
         self.watch.add([RequestStep(7, round(length) - 1, round(length))] * steps)
 
@@ -256,7 +257,8 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
         assert shown("accepted_drafts_total", position=str(position)) == accepted
     assert shown("acceptance_alarm") == report["acceptance_alarm"] == 1
     counters = worker.drafter.counters
-    counters.add_context(torch.tensor([9]), torch.tensor([[0, -1, -1, 5]], dtype=torch.int32))
+    entries = torch.tensor([[0, -1, -1, 5]], dtype=torch.int32)
+    counters.add_context(ContextTable(entries, torch.tensor([9])))
     counters.send()
     worker.figures.times.seconds |= {"propose": 0.25, "verify": 0.5}
     worker.learn([RequestStep(3, 3, 4)] * JUDGED_STEPS, 4, {})

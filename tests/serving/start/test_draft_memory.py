@@ -164,7 +164,7 @@ def test_what_is_kept_is_what_was_reserved(
     assert columns == 200 + (POSITIONS if window is None else window)
     holes = sum(group.reach.of(POSITIONS) for group in drafter.groups if group.cache.has_holes)
     table = 12 * (columns - holes) + 48 * holes if backend == "pages" else 4 * columns
-    assert needed.slot_tables == RUNNING * table
+    assert needed.context_tables == RUNNING * table
     slots_of = torch.zeros(RUNNING + 1, POSITIONS, dtype=torch.int32)
     if backend == "torch":
         graphed = GraphedDrafter(drafter, OpRecorder(), slots_of, (1, 4), (64,))
@@ -242,7 +242,7 @@ def test_a_step_takes_no_more_than_was_reserved(
             drafter.propose(rows, known)
             proposal, alive.most = alive.most, 0
             drafter.absorb(hidden, tokens, tokens, committed=tokens > 3)
-    step = needed.logits + needed.activations + needed.slot_tables
+    step = needed.logits + needed.activations + needed.context_tables
     assert max(proposal, alive.most) <= step
     # And it is no guess: half of it would not do.
     assert proposal > needed.logits > 0.3 * step

@@ -143,7 +143,7 @@ def test_what_is_needed_beside_is_left_free() -> None:
 
 def test_what_is_allocated_is_not_left_free_again() -> None:
     """After graphs were captured, only what eager steps will need is missing."""
-    needed = DraftMemory(slot_tables=750_000, logits=150_000, activations=100_000)
+    needed = DraftMemory(context_tables=750_000, logits=150_000, activations=100_000)
     runner = runner_with(reserving(GroupKV(DRAFT, None), needed=needed))
     assert tokens(runner) == 7_200
     assert tokens(runner, 7_200_000) == 6_950

@@ -1,4 +1,4 @@
-"""The table from requests to draft K/V entries: one launch per step, for all layers.
+"""The entries of a step's `ContextTable`: one launch for all layers of a group.
 
 Letters in shapes: R requests, C table columns. Names as in `gated_delta_fold`.
 """
@@ -19,10 +19,10 @@ BLOCK = 256
 
 
 @triton.jit
-def slot_table_kernel(
+def context_table_kernel(
     p_entries, p_req_to_token, p_rows, p_seq_lens, p_entry_of, p_owner, p_in_use,
     s_entries_r, s_entries_c, s_req_to_token_r, C, LIMIT, SINKS, POSITIONS,
-    RING: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_TAGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per request and BLOCK columns. A request uses LIMIT columns at most."""
     i_r = tl.program_id(0).to(tl.int64)
@@ -35,7 +35,7 @@ def slot_table_kernel(
     p_row = p_req_to_token + tl.load(p_rows + i_r).to(tl.int64) * s_req_to_token_r
     b_slot = tl.load(p_row + o_position, mask=m_c, other=-1)
     b_entry = b_slot
-    if RING:
+    if HAS_TAGS:
         b_entry = tl.load(p_entry_of + b_slot, mask=m_c, other=0)
         b_owner = tl.load(p_owner + b_entry, mask=m_c, other=-1)
         m_live = m_c & (b_owner == b_slot)
@@ -44,16 +44,16 @@ def slot_table_kernel(
     tl.store(p_entries + i_r * s_entries_r + o_c * s_entries_c, b_entry.to(tl.int32), mask=o_c < C)
 
 
-def slot_table(
+def context_table(
     entries: Tensor,
     req_to_token: Tensor,
     rows: Tensor,
     seq_lens: Tensor,
     reach: Reach,
-    ring: Tags | None,
+    tags: Tags | None,
 ) -> None:
-    """Fill `entries`, and mark what it names as the entries in use of a ring. Its twin is
-    `drafting.attention.table.fill_table`.
+    """Fill `entries`, and mark in `tags` that they are in use. Its twin is
+    `drafting.attention.table.fill_context_table`.
 
     Args:
         entries: int32 `[R, C]`, written: the entry of each column's token; -1 if there is no such
@@ -63,8 +63,8 @@ def slot_table(
         rows: int `[R]`, the requests' rows of it; not read for a request of length 0.
         seq_lens: int `[R]`, committed tokens.
         reach: what the drafts read.
-        ring: the tags of a ring; None for a cache with an entry per target slot. The flag of the
-            padding entry is left False.
+        tags: of the cache; None if every slot's token has draft K/V (`DraftKVCache` without tags).
+            The padding entry is never in use.
 
     Raises:
         ValueError: `req_to_token` is not contiguous along positions.
@@ -72,34 +72,34 @@ def slot_table(
     if req_to_token.stride(1) != 1:
         raise ValueError(f"req_to_token: strides {req_to_token.stride()}; unit stride is required")
     requests, columns = entries.shape
-    if ring is not None:
-        ring.in_use.zero_()
+    if tags is not None:
+        tags.in_use.zero_()
     if not entries.numel():
         return
-    entry_of, owner, in_use = ring or (entries, entries, entries)
-    slot_table_kernel[(requests, triton.cdiv(columns, BLOCK))](
+    entry_of, owner, in_use = tags or (entries, entries, entries)
+    context_table_kernel[(requests, triton.cdiv(columns, BLOCK))](
         entries, req_to_token, rows, seq_lens, entry_of, owner, in_use,
         *entries.stride(), req_to_token.stride(0),
         columns, reach.of(columns), reach.sinks, req_to_token.shape[1],
-        RING=ring is not None, BLOCK=BLOCK,
+        HAS_TAGS=tags is not None, BLOCK=BLOCK,
     )  # fmt: skip
 
 
 def traffic(
-    columns: int, seq_lens: Sequence[int], reach: Reach, ring: bool, dead: int = 0
+    columns: int, seq_lens: Sequence[int], reach: Reach, has_tags: bool, dead: int = 0
 ) -> Traffic:
     """Bytes of one launch, with int64 `rows` and `seq_lens`. Clearing `in_use` is not counted.
 
     Args:
         columns: C.
         seq_lens: committed tokens of the requests.
-        ring: whether the cache is a ring.
+        has_tags: whether the cache has tags.
         dead: tokens in sight whose K/V is dead, over all requests.
     """
     programs = len(seq_lens) * triton.cdiv(columns, BLOCK)
     in_sight = sum(min(n, reach.of(columns)) for n in seq_lens)
-    per_column = 12 if ring else 4
+    per_column = 12 if has_tags else 4
     return Traffic(
         read_bytes=programs * 16 + in_sight * per_column,
-        written_bytes=len(seq_lens) * columns * 4 + (in_sight - dead if ring else 0),
+        written_bytes=len(seq_lens) * columns * 4 + (in_sight - dead if has_tags else 0),
     )

@@ -1,13 +1,13 @@
-"""The slot table kernel against its twin."""
+"""The kernel of a step's table of entries against its twin."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from dflash_kernels import slot_table
+from dflash_kernels import context_table
 
 from sglang_dflash.checkpoint.draft_config import Reach
-from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
+from sglang_dflash.drafting.attention.table import RequestSlots, fill_context_table
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from tests.conftest import write_kv
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes
@@ -38,7 +38,7 @@ def batch(lengths: list[int], width: int = 14) -> tuple[torch.Tensor, torch.Tens
     return table, rows, seq_lens
 
 
-@pytest.mark.parametrize("kind", ["ring", "direct"])
+@pytest.mark.parametrize("kind", ["ring", "no-tags"])
 @pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("spare", [0, 3, 290], ids=["exact", "wider", "two-programs"])
@@ -47,16 +47,16 @@ def test_the_kernel_is_its_twin(lengths: list[int], reach: Reach, kind: str, spa
     columns = max([*lengths, 1]) + spare
     ring = ring_with(torch.arange(0, SLOTS, 2, device=DEVICE)) if kind == "ring" else None
     canaries, outputs = Canaries(), []
-    for run in (slot_table.slot_table, fill_table):
+    for run in (context_table.context_table, fill_context_table):
         entries = canaries.around(empty_table(len(lengths), columns))
         used = None
         if ring is not None:
             used = ring.tags._replace(in_use=canaries.around(torch.ones_like(ring.tags.in_use)))
         with counted_bytes() as count:
             run(entries, table, rows, seq_lens, reach, used)
-        if run is slot_table.slot_table:
+        if run is context_table.context_table:
             dead = sum(reach.of(n) for n in lengths) - int((entries >= 0).sum())
-            count.check(slot_table.traffic(columns, lengths, reach, ring is not None, dead))
+            count.check(context_table.traffic(columns, lengths, reach, ring is not None, dead))
         outputs.append((entries, used))
     (entries, used), (expected, expected_used) = outputs
     assert torch.equal(entries, expected)
@@ -65,7 +65,7 @@ def test_the_kernel_is_its_twin(lengths: list[int], reach: Reach, kind: str, spa
     assert canaries.are_alive()
 
 
-@pytest.mark.parametrize("kind", ["ring", "direct"])
+@pytest.mark.parametrize("kind", ["ring", "no-tags"])
 @pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
 def test_torch_fills_it_piece_by_piece(
     reach: Reach, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -76,7 +76,7 @@ def test_torch_fills_it_piece_by_piece(
     for piece in (1 << 16, 12, 1):
         monkeypatch.setattr("sglang_dflash.drafting.attention.table.PIECE", piece)
         entries = empty_table(4, 12)
-        fill_table(entries, table, rows, seq_lens, reach, ring and ring.tags)
+        fill_context_table(entries, table, rows, seq_lens, reach, ring and ring.tags)
         outputs.append((entries, ring and ring.tags.in_use.clone()))
     for entries, in_use in outputs[1:]:
         assert torch.equal(entries, outputs[0][0])
@@ -96,7 +96,7 @@ def test_lengths_past_the_table_of_requests_stay_inside_it() -> None:
     """Near the context limit, reserved lengths may exceed its columns."""
     table, rows, _ = batch([4])
     table[:] = torch.arange(14, device=DEVICE)
-    for run in (slot_table.slot_table, fill_table):
+    for run in (context_table.context_table, fill_context_table):
         entries = empty_table(1, 17)
         run(entries, table, rows, torch.tensor([17], device=DEVICE), Reach(), None)
         assert entries.tolist() == [[*range(14), -1, -1, -1]]
@@ -106,4 +106,5 @@ def test_a_strided_table_of_requests_is_refused() -> None:
     table, rows, seq_lens = batch([3])
     entries = empty_table(1, 3)
     with pytest.raises(ValueError, match=r"req_to_token: strides \(1, 3\)"):
-        slot_table.slot_table(entries, table.t().contiguous().t(), rows, seq_lens, Reach(), None)
+        strided = table.t().contiguous().t()
+        context_table.context_table(entries, strided, rows, seq_lens, Reach(), None)
