@@ -28,10 +28,10 @@ from dflash_kernels import (
     draft_source,
     gated_delta_fold,
     largest,
-    lookup,
     prepare_block,
     qk_norm_rope,
     silu_mul,
+    text_match,
     walk,
 )
 from dflash_kernels.traffic import Traffic
@@ -211,7 +211,7 @@ def _walk(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
 def _take_match(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     """Return the traffic if all tokens that follow a match are in the text."""
     requests, count = args[1].shape
-    return lookup.take_traffic(requests, max(scene.lengths), count, in_text=requests * count)
+    return text_match.take_traffic(requests, max(scene.lengths), count, in_text=requests * count)
 
 
 KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
@@ -234,7 +234,7 @@ KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
     "fold_kernel": _fold,
     "move_windows_kernel": _move_windows,
     "prepare_block_kernel": lambda _, args, __: prepare_block.traffic(*args[0].shape),
-    "find_match_kernel": lambda scene, args, _: lookup.find_traffic(
+    "find_match_kernel": lambda scene, args, _: text_match.find_traffic(
         scene.lengths, max(scene.lengths)
     ),
     "take_match_kernel": _take_match,

@@ -32,8 +32,8 @@ from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.draft_source import DraftsBySource, DraftSource
-from sglang_dflash.drafting.lookup import SHORTEST_MATCH, seen_before
 from sglang_dflash.drafting.options import Options as DraftOptions
+from sglang_dflash.drafting.text_match import SHORTEST_MATCH, find_match
 from sglang_dflash.tools.bench import datasets
 from sglang_dflash.tools.bench.datasets import Prompt
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
@@ -122,7 +122,7 @@ def learn_source(width: int | None = None) -> Rule:
         )
         match = torch.tensor([at.match])
         classes = source.classes(match, drafts, looked_up)
-        looks_up = source.looks_up(classes, count)
+        looks_up = source.prefers_lookup(classes, count)
         proposal = (looked_up if looks_up else drafts)[0].tolist()
         right = count_accepted(proposal, at.continuation)
         # Beyond the text's end, the target's tokens are not known.
@@ -196,7 +196,7 @@ def replay(
         rows = torch.zeros_like(at)
         drafts = drafter.propose(text[at], RequestSlots(slots[None].int(), rows, at, total))[:, 1:]
         requests = RequestSlots(text[None].int(), rows, at, total - 1)
-        match, looked_up = seen_before(text[at], requests.req_to_token, requests, WIDEST - 1)
+        match, looked_up = find_match(text[at], requests.req_to_token, requests, WIDEST - 1)
         parts: list[Tensor] = [drafts, match, looked_up]
         for i, *three in zip(at.tolist(), *(part.tolist() for part in parts), strict=True):
             positions.append(Position(text[i + 1 :].tolist(), *three))
@@ -268,7 +268,7 @@ def lookup_ms(block: int) -> float:
     times = []
     for _ in range(12):
         began = time.perf_counter()
-        seen_before(newest, text, RequestSlots(text, row, length, CONTEXT), block - 1)
+        find_match(newest, text, RequestSlots(text, row, length, CONTEXT), block - 1)
         times.append(time.perf_counter() - began)
     return round(1000 * statistics.median(times[2:]), 3)
 

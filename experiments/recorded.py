@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sglang_dflash.common.errors import ConfigError, cut
-from sglang_dflash.drafting.lookup import LONGEST_MATCH
+from sglang_dflash.drafting.text_match import LONGEST_MATCH
 from sglang_dflash.tools.demo_pairs import public_target
 
 BLOCKS, LEAST = (8, 16, 32), (3, 2, 1)

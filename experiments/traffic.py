@@ -40,12 +40,12 @@ from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import LIKELIEST, BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.options import Options as DraftOptions
 from sglang_dflash.drafting.options import ResolvedOptions
-from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.tools.gpu_check.floors import SHAPES, config_of, floors
 
 # Requests, committed tokens of each, window.

@@ -14,10 +14,10 @@ from dflash_kernels.context_table import context_table
 from dflash_kernels.convolve import convolve
 from dflash_kernels.draft_source import choose_source, learn_source
 from dflash_kernels.largest import largest
-from dflash_kernels.lookup import seen_before
 from dflash_kernels.prepare_block import prepare_block
 from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
 from dflash_kernels.silu_mul import silu_mul
+from dflash_kernels.text_match import find_match
 from dflash_kernels.walk import walk
 from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.acceptance import Accepted
@@ -161,10 +161,10 @@ class TritonOps(TorchOps):
         accept(lengths, bonus, block, target_tokens)
         return Accepted(lengths, target_tokens, bonus)
 
-    def seen_before(
+    def find_match(
         self, bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
     ) -> tuple[Tensor, Tensor]:
-        return seen_before(bonus, texts, requests, count)
+        return find_match(bonus, texts, requests, count)
 
     def choose_source(
         self, source: DraftSource, drafted: Tensor, lengths: Tensor, followed: Tensor, width: int

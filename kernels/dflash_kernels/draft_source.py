@@ -40,32 +40,32 @@ def choose_source_kernel(
     o_p = tl.arange(0, BLOCK_P)
     m_p = o_p < W - 1
     b_draft = tl.load(p_drafted + 1 + o_p, mask=m_p & (o_p < DRAFTED - 1), other=0)
-    b_seen = tl.load(p_followed + i_r * s_followed + o_p, mask=m_p, other=0)
-    b_seen = tl.where((b_seen >= 0) & (b_seen < VOCABULARY), b_seen, b_draft)
+    b_lookup = tl.load(p_followed + i_r * s_followed + o_p, mask=m_p, other=0)
+    b_lookup = tl.where((b_lookup >= 0) & (b_lookup < VOCABULARY), b_lookup, b_draft)
     i_class = tl.load(p_class_of_length + tl.load(p_lengths + i_r))
     is_match = i_class > 0
-    begins_alike = tl.sum(tl.where((o_p == 0) & (b_draft != b_seen), 1, 0)) == 0
+    begins_alike = tl.sum(tl.where((o_p == 0) & (b_draft != b_lookup), 1, 0)) == 0
     i_class += tl.where(is_match & begins_alike, 1, 0)
 
     # Of each source: how often it was reached, and how often right.
     s_source: tl.constexpr = (CLASSES + 1) * P
-    p_draft, p_seen = p_totals + o_p, p_totals + s_source + i_class * P + o_p
+    p_draft, p_lookup = p_totals + o_p, p_totals + s_source + i_class * P + o_p
     s_right: tl.constexpr = 2 * s_source
     b_all = tl.load(p_draft + CLASSES * P, mask=m_p, other=1)
     b_all_right = tl.load(p_draft + s_right + CLASSES * P, mask=m_p, other=0)
     b_reached = tl.load(p_draft + i_class * P, mask=m_p, other=1)
     b_right = tl.load(p_draft + s_right + i_class * P, mask=m_p, other=0)
     b_share = (b_right + PRIOR_STEPS * b_all_right / b_all) / (b_reached + PRIOR_STEPS)
-    b_reached = tl.load(p_seen, mask=m_p, other=1)
-    b_seen_share = tl.load(p_seen + s_right, mask=m_p, other=0) / b_reached
+    b_reached = tl.load(p_lookup, mask=m_p, other=1)
+    b_lookup_share = tl.load(p_lookup + s_right, mask=m_p, other=0) / b_reached
     expected = tl.sum(tl.cumprod(b_share, 0))
-    looks_up = is_match & (tl.sum(tl.cumprod(b_seen_share, 0)) > expected)
+    looks_up = is_match & (tl.sum(tl.cumprod(b_lookup_share, 0)) > expected)
 
     p_block += i_r * W
     tl.store(p_block, tl.load(p_drafted))
-    tl.store(p_block + 1 + o_p, tl.where(looks_up, b_seen, b_draft), mask=m_p)
+    tl.store(p_block + 1 + o_p, tl.where(looks_up, b_lookup, b_draft), mask=m_p)
     tl.store(p_tokens + i_r * (W - 1) + o_p, b_draft, mask=m_p)
-    tl.store(p_tokens + (R + i_r) * (W - 1) + o_p, b_seen, mask=m_p)
+    tl.store(p_tokens + (R + i_r) * (W - 1) + o_p, b_lookup, mask=m_p)
     tl.store(p_classes + i_r, i_class)
     tl.store(p_looks_up + i_r, looks_up)
 

@@ -21,7 +21,7 @@ class DraftCounts(NamedTuple):
         context_found: those of them whose K/V the draft KV cache held.
         drafted_steps, drafted_accepted: with lookup, steps of a request whose drafts came from the
             draft, and accepted drafts of theirs.
-        seen_steps, seen_accepted: of those whose drafts its text had held before.
+        lookup_steps, lookup_accepted: of those whose drafts were looked up.
     """
 
     nonfinite: int = 0
@@ -29,8 +29,8 @@ class DraftCounts(NamedTuple):
     context_found: int = 0
     drafted_steps: int = 0
     drafted_accepted: int = 0
-    seen_steps: int = 0
-    seen_accepted: int = 0
+    lookup_steps: int = 0
+    lookup_accepted: int = 0
 
     def __sub__(self, earlier: DraftCounts) -> DraftCounts:
         return DraftCounts(*(now - then for now, then in zip(self, earlier, strict=True)))
@@ -38,12 +38,12 @@ class DraftCounts(NamedTuple):
     @property
     def steps_by_source(self) -> dict[str, int]:
         """Steps of a request by where its drafts came from, of requests that have ended, too."""
-        return {"draft": self.drafted_steps, "lookup": self.seen_steps}
+        return {"draft": self.drafted_steps, "lookup": self.lookup_steps}
 
     @property
     def accepted_by_source(self) -> dict[str, int]:
         """Accepted drafts of these."""
-        return {"draft": self.drafted_accepted, "lookup": self.seen_accepted}
+        return {"draft": self.drafted_accepted, "lookup": self.lookup_accepted}
 
     @property
     def context_share(self) -> float | None:

@@ -1,5 +1,5 @@
 """The drafts that a step verifies: the draft model's, or what followed the newest tokens of a
-request where they stood before (`lookup.py`).
+request where they stood before (`text_match`).
 
 The choice depends on the match: how many tokens agree, and whether both drafts begin with the same
 token. For each class of matches it is known how often either source was right. A verified step
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.draft_counters import DraftCounters
-from sglang_dflash.drafting.lookup import LONGEST_MATCH, SHORTEST_MATCH
+from sglang_dflash.drafting.text_match import LONGEST_MATCH, SHORTEST_MATCH
 
 DRAFT, LOOKUP = 0, 1
 # A class for matches of up to 2, 4, 8 and 16 tokens, by whether the drafts begin alike, and one
@@ -89,7 +89,7 @@ class DraftSource:
 
         Args:
             drafted: int64 `[R, ...]`, the bonus tokens and the draft's.
-            lengths, followed: see `lookup.seen_before`; `followed` has W - 1 tokens or more.
+            lengths, followed: see `text_match.find_match`; `followed` has W - 1 tokens or more.
             width: W, at least 2.
         """
         drafts = drafted[:, 1:width]
@@ -99,7 +99,7 @@ class DraftSource:
         is_token = (followed >= 0) & (followed < self.vocab_size)
         looked_up = followed.where(is_token, drafts)
         classes = self.classes(lengths, drafts, looked_up)
-        looks_up = self.looks_up(classes, width - 1)
+        looks_up = self.prefers_lookup(classes, width - 1)
         chosen = looked_up.where(looks_up[:, None], drafts)
         by_source = DraftsBySource(torch.stack((drafts, looked_up)), classes, looks_up)
         return torch.cat((drafted[:, :1], chosen), 1), by_source
@@ -123,8 +123,8 @@ class DraftSource:
         shares = torch.stack((draft, right[LOOKUP] / reached[LOOKUP]))
         return shares.cumprod(-1).sum(-1)
 
-    def looks_up(self, classes: Tensor, drafts: int) -> Tensor:
-        """The requests whose drafts are looked up, bool `[R]`."""
+    def prefers_lookup(self, classes: Tensor, drafts: int) -> Tensor:
+        """Return the requests whose drafts are looked up, bool `[R]`."""
         draft, lookup = self.expected(drafts)
         return (lookup > draft)[classes] & (classes > 0)
 

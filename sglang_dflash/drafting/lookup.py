@@ -1,62 +1,77 @@
-"""Lookup drafts: search a request's text for its newest tokens, and draft what followed them.
+"""Lookup: the texts of running requests, and drafts from them.
 
-The tokens of every running request are in a table on the device. The tokens that followed are a
-draft that needs no forward. `draft_source.py` chooses between it and the draft model's.
+`text_match` finds what followed the newest tokens before, `draft_source` chooses between that and
+the draft model's drafts.
 
-Letters in shapes: R requests, C positions of the longest request.
+Letters in shapes: R requests; W positions of a step.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.draft_counters import DraftCounters
+from sglang_dflash.drafting.draft_source import DraftsBySource, DraftSource
+from sglang_dflash.drafting.ops import TorchOps
 
-# Newest tokens that are compared, at most.
-LONGEST_MATCH = 16
-# Matches of fewer tokens are not used.
-SHORTEST_MATCH = 2
-# What stands before a text.
-_NOT_THERE = -(2**31)
+# What stands for ids that the table does not hold, such as hashes of images.
+_NO_TOKEN = 2**31 - 1
 
 
-def seen_before(
-    bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
-) -> tuple[Tensor, Tensor]:
-    """The longest match of the newest tokens, and the `count` tokens after it. Of the earlier
-    places in a request's text, the one that agrees with the end of the text in the most tokens is
-    the match, the latest of several. A text that repeats its end goes on so.
+class Lookup:
+    """The texts of running requests, and drafts from them.
 
-    For a CPU: the host reads how many places are compared.
-
-    Args:
-        bonus: int64 `[R]`, newest tokens.
-        texts: int32 `[rows, positions]`, the tokens of each row's request. What it holds from
-            `seq_lens` on is not read.
-        requests: the bonus tokens' positions are their `seq_lens`.
-
-    Returns:
-        How many tokens agree, int64 `[R]`, up to `LONGEST_MATCH`; and what followed, int64
-        `[R, count]`. Both are anything where fewer than `SHORTEST_MATCH` agree, but the number is
-        smaller than that.
+    Attributes:
+        texts: int32 `[rows, positions]`, beside SGLang's request-to-token table: at a row and a
+            position the token whose slot that table has there.
     """
-    seq_lens, device = requests.seq_lens[:, None], bonus.device
-    columns = min(requests.longest, texts.shape[1] - 1) + 1
-    text = texts[requests.rows, :columns].scatter_(1, seq_lens, bonus[:, None].int())  # [R, C]
-    agrees = (text == bonus[:, None]) & (torch.arange(columns, device=device) < seq_lens)
-    before = text.gather(1, (seq_lens - 1).clamp(min=0))
-    agrees = agrees[:, 1:] & (text[:, :-1] == before)
-    row, ends = agrees.nonzero(as_tuple=True)  # [M]: places where the newest two tokens stood
-    if not len(row):
-        return torch.zeros_like(bonus), bonus[:, None].expand(-1, count)
-    ends = ends + 1
-    up_to = F.pad(text, (LONGEST_MATCH - 1, 0), value=_NOT_THERE).unfold(1, LONGEST_MATCH, 1)
-    newest = up_to[row, requests.seq_lens[row]]
-    counts = (up_to[row, ends] == newest).flip(1).cumprod(1).sum(1)
-    key = seq_lens.new_zeros(len(bonus)).scatter_reduce_(0, row, counts * columns + ends, "amax")
-    lengths, end = key // columns, key[:, None] % columns
-    period = (seq_lens - end).clamp(min=1)
-    after = end + 1 + torch.arange(count, device=device) % period
-    return lengths, text.gather(1, after).long()
+
+    def __init__(
+        self,
+        req_to_token: Tensor,
+        ops: TorchOps,
+        verify_block: int,
+        vocab_size: int,
+        counters: DraftCounters,
+    ) -> None:
+        """
+        Args:
+            verify_block: positions of a step, at most.
+            counters: the drafter's.
+        """
+        self.texts = torch.zeros_like(req_to_token, dtype=torch.int32)
+        self._source = DraftSource(verify_block, vocab_size, counters)
+        # Always as many: a kernel is compiled for their number.
+        self._count = verify_block - 1
+        self._ops = ops
+        self._step: DraftsBySource | None = None
+
+    def write(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Enter tokens. Of a block it may be drafts, too: those that are not accepted are
+        overwritten by the next block before anything reads them.
+
+        Args:
+            rows, positions, tokens: int64, of shapes that broadcast.
+        """
+        self.texts[rows, positions] = tokens.clamp(max=_NO_TOKEN).int()
+
+    def fill(self, drafted: Tensor, requests: RequestSlots, width: int) -> Tensor:
+        """Return the block that a step verifies, int64 `[R, W]`: the draft's, or what the text has
+        held.
+
+        Args:
+            drafted: int64 `[R, B]`, the bonus tokens and the draft's.
+            width: W, at least 2.
+        """
+        bonus = drafted[:, 0].contiguous()
+        match = self._ops.find_match(bonus, self.texts, requests, self._count)
+        block, self._step = self._ops.choose_source(self._source, drafted, *match, width)
+        return block
+
+    def learn(self, accepted: Accepted) -> None:
+        """Take in what was accepted of the block."""
+        if self._step is not None:
+            self._ops.learn_source(self._source, self._step, accepted)

@@ -21,9 +21,9 @@ from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots, fill_context_table
 from sglang_dflash.drafting.draft_source import DraftsBySource, DraftSource
 from sglang_dflash.drafting.kv import Tags, store_
-from sglang_dflash.drafting.lookup import seen_before
 from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
 from sglang_dflash.drafting.rope import Rotary, rotate
+from sglang_dflash.drafting.text_match import find_match
 
 # Columns that `TorchOps.candidates` sorts together.
 CHUNK = 64
@@ -231,11 +231,11 @@ class TorchOps:
         """`acceptance.accept`."""
         return acceptance.accept(block, target_tokens)
 
-    def seen_before(
+    def find_match(
         self, bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
     ) -> tuple[Tensor, Tensor]:
-        """`lookup.seen_before`."""
-        return seen_before(bonus, texts, requests, count)
+        """`text_match.find_match`."""
+        return find_match(bonus, texts, requests, count)
 
     def choose_source(
         self, source: DraftSource, drafted: Tensor, lengths: Tensor, followed: Tensor, width: int

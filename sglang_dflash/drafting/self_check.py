@@ -21,13 +21,13 @@ from sglang_dflash.drafting.draft_source import CLASSES, DraftsBySource, DraftSo
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import Tags, store_
-from sglang_dflash.drafting.lookup import LONGEST_MATCH, SHORTEST_MATCH
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import COUPLED, BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.random_inputs import Cases, RandomInputs
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
+from sglang_dflash.drafting.text_match import LONGEST_MATCH, SHORTEST_MATCH
 
 # Largest difference, as a share of the largest value of the torch result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -297,8 +297,8 @@ def _lookup_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         return learned.totals, learned.counts
 
     return {
-        "seen_before": lambda ops: _used(
-            *ops.seen_before(drafted[:, 0].contiguous(), texts, requests, positions)
+        "find_match": lambda ops: _used(
+            *ops.find_match(drafted[:, 0].contiguous(), texts, requests, positions)
         ),
         "choose_source": choose,
         "learn_source": learn,

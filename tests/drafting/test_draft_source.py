@@ -18,7 +18,7 @@ from sglang_dflash.drafting.draft_source import (
     DraftsBySource,
     DraftSource,
 )
-from sglang_dflash.drafting.lookup import LONGEST_MATCH
+from sglang_dflash.drafting.text_match import LONGEST_MATCH
 
 BLOCK = 6
 
@@ -59,9 +59,9 @@ def test_a_long_match_is_taken_before_its_class_is_known(length: int) -> None:
     seen = torch.tensor([[1, 3], [4, 2]])
     classes = source.classes(torch.tensor([length, length]), drafted, seen)
     assert int(classes.max()) < CLASSES
-    taken = source.looks_up(classes, drafts=5).tolist()
+    taken = source.prefers_lookup(classes, drafts=5).tolist()
     assert taken == [length >= 2, length >= 3]
-    assert not fresh().looks_up(classes, drafts=5).any()
+    assert not fresh().prefers_lookup(classes, drafts=5).any()
 
 
 def test_both_sources_are_judged_by_one_step() -> None:
@@ -83,11 +83,11 @@ def test_both_sources_are_judged_by_one_step() -> None:
 def test_a_good_draft_is_known_before_a_class_is_seen() -> None:
     """Its drafts in steps without a match count where there is one."""
     source, unseen = poor_draft(), torch.tensor([7])
-    assert source.looks_up(unseen, 5).tolist() == [True]
+    assert source.prefers_lookup(unseen, 5).tolist() == [True]
     drafts = torch.tensor([[[1, 2, 3, 4, 5]], [[0, 0, 0, 0, 0]]])
     for _ in range(20):
         learn(source, torch.tensor([0]), drafts, verified([[1, 2, 3, 4, 5]], [[1, 2, 3, 4, 5]]))
-    assert source.looks_up(unseen, 5).tolist() == [False]
+    assert source.prefers_lookup(unseen, 5).tolist() == [False]
 
 
 def test_the_better_source_is_found_whichever_is_verified() -> None:
@@ -106,7 +106,7 @@ def test_the_better_source_is_found_whichever_is_verified() -> None:
                 ]
                 for ps in zip(*chances.values(), strict=True)
             ]
-            taken = source.looks_up(classes, 5).tolist()
+            taken = source.prefers_lookup(classes, 5).tolist()
             which = [int(t) if always is None else always for t in taken]
             blocks = [pairs[w][row] for row, w in enumerate(which)]
             learn(source, classes, torch.tensor(pairs), verified(blocks, text))
@@ -115,7 +115,8 @@ def test_the_better_source_is_found_whichever_is_verified() -> None:
             for of, chance in enumerate(both):
                 length = sum(chance ** (k + 1) for k in range(5))
                 assert math.isclose(expected[of, name].item(), length, rel_tol=0.25), (always, of)
-        assert source.looks_up(torch.tensor(list(chances)), 5).tolist() == [False, True, False]
+        taken = source.prefers_lookup(torch.tensor(list(chances)), 5)
+        assert taken.tolist() == [False, True, False]
 
 
 def test_a_narrow_step_counts_its_own_positions() -> None:
@@ -127,8 +128,8 @@ def test_a_narrow_step_counts_its_own_positions() -> None:
         drafted = [[1, 2, 3, 4, 5] if i % 4 else [0, 2, 3, 4, 5]]
         seen = [[1, 0, 0, 0, 0]]
         learn(source, classes, torch.tensor([drafted, seen]), verified(drafted, text))
-    assert source.looks_up(classes, 1).tolist() == [True]
-    assert source.looks_up(classes, 5).tolist() == [False]
+    assert source.prefers_lookup(classes, 1).tolist() == [True]
+    assert source.prefers_lookup(classes, 5).tolist() == [False]
 
 
 def test_what_no_step_reaches_for_long_stays_known() -> None:
@@ -142,4 +143,4 @@ def test_what_no_step_reaches_for_long_stays_known() -> None:
             verified([[0] * 5], [[9] * 5]),
         )
     assert source.expected(5).isfinite().all()
-    assert source.looks_up(torch.tensor([5]), 5).tolist() == [True]
+    assert source.prefers_lookup(torch.tensor([5]), 5).tolist() == [True]

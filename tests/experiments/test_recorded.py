@@ -16,7 +16,7 @@ from experiments.lookup import Options, recorded_positions, replay_recorded, tab
 from experiments.recorded import RecordedText
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.lookup import LONGEST_MATCH, seen_before
+from sglang_dflash.drafting.text_match import LONGEST_MATCH, find_match
 
 
 def test_steps_by_hand() -> None:
@@ -58,7 +58,7 @@ def test_matches_are_those_of_the_server() -> None:
     for at in range(100, 299):
         row, length = torch.tensor([0]), torch.tensor([at - 1])
         requests = RequestSlots(table_, row, length, at - 1)
-        match, seen = seen_before(torch.tensor([ids[at - 1]]), table_.clone(), requests, 7)
+        match, seen = find_match(torch.tensor([ids[at - 1]]), table_.clone(), requests, 7)
         length_, source = text.match(at)
         # The server does not take a match of one.
         if length_ >= 2:

@@ -33,10 +33,10 @@ from dflash_kernels import (
     draft_source,
     gated_delta_fold,
     largest,
-    lookup,
     prepare_block,
     qk_norm_rope,
     silu_mul,
+    text_match,
     walk,
 )
 from triton.backends.compiler import GPUTarget
@@ -55,7 +55,7 @@ INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner", "p_texts"}
 BOOL = {"p_in_use", "p_taken", "p_looks_up"}
 INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_source",
          "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_seeds", "p_tokens", "p_keys",
-         "p_columns", "p_found", "p_drafted", "p_followed", "p_classes", "p_class_of_length",
+         "p_columns", "p_matches", "p_drafted", "p_followed", "p_classes", "p_class_of_length",
          "p_counts"}  # fmt: skip
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
 FLOAT32 = {"p_best", "p_temperatures", "p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log",
@@ -189,11 +189,11 @@ def step_cases(config: DraftConfig) -> list[Case]:
     block = config.block_size
     sizes = {"B": block, "BLOCK": prepare_block.BLOCK}
     following = triton.next_power_of_2(block - 1)
-    taken = {"PIECES": lookup.PIECES, "BLOCK": following}
+    taken = {"PIECES": text_match.PIECES, "BLOCK": following}
     one_warp = {"num_warps": 1}
     return [
         Case(f"prepare_block b{block}", prepare_block.prepare_block_kernel, sizes),
-        Case(f"take_match b{following}", lookup.take_match_kernel, taken, options=one_warp),
+        Case(f"take_match b{following}", text_match.take_match_kernel, taken, options=one_warp),
         *source_cases(block),
     ]
 
@@ -285,8 +285,8 @@ def cases() -> dict[str, Case]:
                 {**windows, **with_checkpoints},
             ),
         ]
-    matched = {"LONGEST": lookup.LONGEST_MATCH, "PIECE": lookup.PIECE}
-    found.append(Case("find_match", lookup.find_match_kernel, matched))
+    matched = {"LONGEST": text_match.LONGEST_MATCH, "PIECE": text_match.PIECE}
+    found.append(Case("find_match", text_match.find_match_kernel, matched))
     chunk = {"CHUNK": largest.CHUNK, "BLOCK": largest.BLOCK}
     plain = {**chunk, "HAS_CAP": False, "HAS_TOKENS": False, "p_tokens": None}
     scaled = {**chunk, "HAS_CAP": True, "HAS_TOKENS": True}

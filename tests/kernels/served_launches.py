@@ -159,7 +159,7 @@ def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
         drafter._drafter.propose(accepted.bonus, requests, noise)
         drafter._drafter.propose(accepted.bonus, requests)
         newest = ids[:, 0].contiguous()
-        match = ops.seen_before(newest, table[:, : COLUMNS - 7], requests, block - 1)
+        match = ops.find_match(newest, table[:, : COLUMNS - 7], requests, block - 1)
         for width in (3, block):
             _, drafts = ops.choose_source(source, ids, *match, width)
             ops.learn_source(source, drafts, ops.accept(ids[:, :width], ids[:, :width].clone()))

@@ -10,8 +10,8 @@ from dflash_kernels.draft_ops import TritonOps
 from sglang_dflash.drafting.acceptance import Accepted, accept
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.draft_source import CLASSES, DRAFT, DraftsBySource, DraftSource
-from sglang_dflash.drafting.lookup import LONGEST_MATCH
 from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.text_match import LONGEST_MATCH
 from tests.kernels.support import DEVICE, Canaries, counted_bytes
 
 VOCAB = 5

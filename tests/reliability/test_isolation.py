@@ -37,7 +37,7 @@ def test_two_tenants_are_served_as_by_themselves(window: int | None, looks_up: b
     served, queues = Served(window, looks_up), [copy.deepcopy(FIRST), copy.deepcopy(SECOND)]
     served.run(queues)
     assert served.nonfinite() == 0
-    assert (served.worker.drafter.counters.read().seen_accepted > 10) == looks_up
+    assert (served.worker.drafter.counters.read().lookup_accepted > 10) == looks_up
     for request in (*queues[0], *queues[1]):
         expected = by_itself(request, window, looks_up)
         assert request.outputs == expected.outputs

@@ -16,10 +16,10 @@ from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads.head import TargetHead
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import MOST_WAITING_STEPS, Finding, Options
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.kv_transfer.disaggregation import DraftKVPages
 from sglang_dflash.serving.kv_transfer.host_tier import HostTier

@@ -12,10 +12,10 @@ from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Finding, ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.memory.sizes import HeadBytes, head_bytes
 from sglang_dflash.serving.kv_transfer.disaggregation import DraftKVPages

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.drafter import Drafter, Proposer
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.patches.patch import install_late
 from sglang_dflash.serving.gpu.graphs import graphed
 from sglang_dflash.serving.kv_transfer.disaggregation import DraftKVPages

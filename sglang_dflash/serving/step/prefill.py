@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.visibility import ever_visible
 from sglang_dflash.drafting.groups import ContextWrite, KVGroup
-from sglang_dflash.drafting.texts import Lookup
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
 
 

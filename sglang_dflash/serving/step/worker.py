@@ -17,9 +17,9 @@ from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import PADDING_SLOT, RequestSlots
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import clear
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.pending_context import PendingContext
 from sglang_dflash.drafting.sampled_drafts import DraftsByRule, SampledDrafts
-from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.serving.hybrid.rollback import Rollback
 from sglang_dflash.serving.kv_transfer.host_tier import HostTier
 from sglang_dflash.serving.metrics.counts import RequestStep

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from dflash_kernels import accept, lookup
+from dflash_kernels import accept, text_match
 from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
@@ -202,13 +202,13 @@ def time_kernels(
     rows = 1 + torch.arange(requests, device=device)
     request_slots = RequestSlots(texts, rows, lengths, TEXT)
     logits_bytes = logits.numel() * logits.element_size()
-    lookup_bytes = sum(lookup.find_traffic([TEXT] * requests, TEXT))
+    lookup_bytes = sum(text_match.find_traffic([TEXT] * requests, TEXT))
     runs: dict[str, tuple[Callable[[], object], int]] = {
         "largest": (lambda: ops.largest(logits, greedy, 0), logits_bytes),
         "largest, sampled": (lambda: ops.largest(logits, noise, 0), logits_bytes),
         "accept": (lambda: ops.accept(ids, ids), sum(accept.traffic(requests, block))),
         "lookup": (
-            lambda: ops.seen_before(bonus, texts, request_slots, block - 1), lookup_bytes
+            lambda: ops.find_match(bonus, texts, request_slots, block - 1), lookup_bytes
         ),
     }  # fmt: skip
     runs |= model.head.timed_ops(logits, ids[:, 0], noise, _kernel_bytes)

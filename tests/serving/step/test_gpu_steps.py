@@ -19,8 +19,8 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.drafting.lookup import LONGEST_MATCH
 from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.text_match import LONGEST_MATCH
 from sglang_dflash.drafting.width import AdaptiveWidth
 from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
 from sglang_dflash.serving.hybrid.rollback import Replay, ReplayOps
@@ -62,7 +62,7 @@ class MatchAtTheStart(TorchOps):
     """Torch's operations but for the search, whose twin is for a CPU: it reads how many places
     agree."""
 
-    def seen_before(
+    def find_match(
         self, bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
     ) -> tuple[Tensor, Tensor]:
         """Match as if all newest tokens stood before a text's first tokens, too."""

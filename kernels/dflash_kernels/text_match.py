@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.lookup import LONGEST_MATCH
+from sglang_dflash.drafting.text_match import LONGEST_MATCH
 
 # Positions of a piece.
 PIECE = 1024
@@ -25,7 +25,7 @@ PIECES = 64
 # What a start-up check cannot know is not specialized, or a first step would compile.
 @triton.jit(do_not_specialize=["s_texts_r", "S"])
 def find_match_kernel(
-    p_found, p_bonus, p_texts, p_rows, p_seq_lens, s_texts_r, S,
+    p_matches, p_bonus, p_texts, p_rows, p_seq_lens, s_texts_r, S,
     LONGEST: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """One program per request and piece of its text: the longest match that ends there, as
@@ -45,12 +45,12 @@ def find_match_kernel(
         m_end = m_end & (b_token == b_newest)
         b_length += m_end.to(tl.int32)
     b_key = b_length.to(tl.int64) * 4294967296 + o_end
-    tl.store(p_found + i_r * S + i_s, tl.max(tl.where(b_length > 0, b_key, 0), 0))
+    tl.store(p_matches + i_r * S + i_s, tl.max(tl.where(b_length > 0, b_key, 0), 0))
 
 
 @triton.jit(do_not_specialize=["s_texts_r", "S", "COUNT"])
 def take_match_kernel(
-    p_lengths, p_followed, p_found, p_bonus, p_texts, p_rows, p_seq_lens, s_texts_r, S, COUNT,
+    p_lengths, p_followed, p_matches, p_bonus, p_texts, p_rows, p_seq_lens, s_texts_r, S, COUNT,
     PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per request."""
@@ -60,7 +60,7 @@ def take_match_kernel(
     b_key = tl.zeros((PIECES,), tl.int64)
     for i_first in range(0, S, PIECES):
         o_s = i_first + tl.arange(0, PIECES)
-        b_key = tl.maximum(b_key, tl.load(p_found + i_r * S + o_s, mask=o_s < S, other=0))
+        b_key = tl.maximum(b_key, tl.load(p_matches + i_r * S + o_s, mask=o_s < S, other=0))
     b_best = tl.max(b_key, 0)
     i_length, i_end = b_best >> 32, (b_best & 4294967295).to(tl.int32)
     o_b = tl.arange(0, BLOCK)
@@ -72,10 +72,10 @@ def take_match_kernel(
     tl.store(p_lengths + i_r, i_length)
 
 
-def seen_before(
+def find_match(
     bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
 ) -> tuple[Tensor, Tensor]:
-    """See its twin, `drafting.lookup.seen_before`, whose arguments and results these are.
+    """See its twin, `drafting.text_match.find_match`, whose arguments and results these are.
 
     Raises:
         ValueError: `texts` is not contiguous along positions, or `bonus` is not contiguous.

@@ -1,8 +1,8 @@
-"""Reference for `seen_before`, written from its description: loops over lists."""
+"""Reference for `find_match`, written from its description: loops over lists."""
 
 from __future__ import annotations
 
-from sglang_dflash.drafting.lookup import LONGEST_MATCH, SHORTEST_MATCH
+from sglang_dflash.drafting.text_match import LONGEST_MATCH, SHORTEST_MATCH
 
 
 def agreement(text: list[int], end: int) -> int:

@@ -1,18 +1,18 @@
-"""Looking up what a request has seen: the kernel and its twin against loops over lists."""
+"""The search of a text: the kernel and its twin against loops over lists."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from dflash_kernels import lookup
+from dflash_kernels import text_match
 
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.lookup import SHORTEST_MATCH, seen_before
-from tests.drafting.lookup_reference import continued
+from sglang_dflash.drafting.text_match import SHORTEST_MATCH, find_match
+from tests.drafting.match_reference import continued
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes
 
 # Lengths of texts before their newest tokens, and how many different tokens they have: of two
-# tokens, everything has been seen before.
+# tokens, everything has stood before.
 CASES = {
     "two-tokens": ([1, 2, 5, 40, 199], 2),
     "few": ([9, 60, 30, 200], 5),
@@ -27,8 +27,8 @@ CASES = {
 def test_the_kernel_and_its_twin_find_the_same(
     lengths: list[int], tokens: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookup, "PIECE", 32)
-    monkeypatch.setattr(lookup, "PIECES", 2)
+    monkeypatch.setattr(text_match, "PIECE", 32)
+    monkeypatch.setattr(text_match, "PIECES", 2)
     torch.manual_seed(count)
     rows = torch.arange(len(lengths), device=DEVICE).flip(0) + 1
     texts = torch.full((len(lengths) + 2, 230), GARBAGE, dtype=torch.int32, device=DEVICE)
@@ -41,11 +41,12 @@ def test_the_kernel_and_its_twin_find_the_same(
         expected.append(continued([*texts[row, :length].tolist(), bonus], count))
     seq_lens = torch.tensor(lengths, dtype=torch.int64, device=DEVICE)
     requests = RequestSlots(texts, rows, seq_lens, max(lengths, default=0))
-    for run in (seen_before, lookup.seen_before):
+    for run in (find_match, text_match.find_match):
         canaries, before = Canaries(), texts.clone()
-        matches, seen = run(canaries.around(newest), texts, requests, count)
-        assert seen.shape == (len(lengths), count) and seen.dtype == matches.dtype == torch.int64
-        found = zip(matches.tolist(), seen.tolist(), strict=True)
+        matches, followed = run(canaries.around(newest), texts, requests, count)
+        assert followed.shape == (len(lengths), count)
+        assert followed.dtype == matches.dtype == torch.int64
+        found = zip(matches.tolist(), followed.tolist(), strict=True)
         assert [(n, after) if n >= SHORTEST_MATCH else (0, []) for n, after in found] == expected
         assert canaries.are_alive() and torch.equal(texts, before)
 
@@ -58,13 +59,13 @@ def test_bytes() -> None:
     rows, seq_lens = torch.arange(2, device=DEVICE), torch.tensor(lengths, device=DEVICE)
     newest = torch.full((2,), 99, device=DEVICE)
     requests = RequestSlots(texts, rows, seq_lens, 40)
-    taken = lookup.take_traffic(2, 40, count, in_text=2 * count)
+    taken = text_match.take_traffic(2, 40, count, in_text=2 * count)
     with counted_bytes() as counted:
-        lookup.seen_before(newest, texts, requests, count)
-    counted.check(lookup.find_traffic(lengths, 40) + taken)
+        text_match.find_match(newest, texts, requests, count)
+    counted.check(text_match.find_traffic(lengths, 40) + taken)
     texts[1, 20:24] = texts[1, 3:7]
     newest[1] = texts[1, 7]
     with counted_bytes() as counted:
-        lookup.seen_before(newest, texts, requests, count)
+        text_match.find_match(newest, texts, requests, count)
     # Five tokens agree, the one before them does not.
-    counted.check(lookup.find_traffic(lengths, 40, compared=5) + taken)
+    counted.check(text_match.find_traffic(lengths, 40, compared=5) + taken)
