@@ -122,14 +122,16 @@ def _drafter(
     model = DraftModel(config, ops=ops).freeze()
     slots = row.requests * (row.context + options.verify_block)
     groups = []
-    for layers in config.groups(options.reach):
-        entries = options.ring_entries(layers.reach, requests)
-        shape = layers.kv_shape(config.kv_shape)
+    for layer_group in config.groups(options.reach):
+        entries = options.ring_entries(layer_group.reach, requests)
+        shape = layer_group.kv_shape(config.kv_shape)
         cache: DraftKVCache = DraftKVCache(slots, shape, torch.bfloat16, device)
         if entries is not None:
             cache = RingKVCache(entries, slots, shape, torch.bfloat16, device)
-        setting = Setting(block, device, layers.layers, requests=requests, columns=row.context)
-        groups.append(KVGroup(layers, cache, TritonAttention(config, setting, PROCESSORS)))
+        setting = Setting(
+            block, device, layer_group.attentions, requests=requests, columns=row.context
+        )
+        groups.append(KVGroup(layer_group, cache, TritonAttention(config, setting, PROCESSORS)))
     vocabulary = torch.empty(config.vocab_size, config.hidden_size)
     head = TargetHead(lambda ids: vocabulary[ids], lambda hidden: hidden @ vocabulary.T)
     return Drafter(model, head, groups, options)

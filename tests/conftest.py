@@ -165,13 +165,14 @@ def kv_groups(
     """Draft KV caches over that many target slots, as beside a hierarchical cache if `tagged`.
     Layers that do not read the whole context have rings of `entries`, if given."""
     device, found = model.device, []
-    for layers in model.config.groups(options.reach):
-        shape = layers.kv_shape(model.kv_shape)
+    for layer_group in model.config.groups(options.reach):
+        shape = layer_group.kv_shape(model.kv_shape)
         cache = (TaggedKVCache if tagged else DraftKVCache)(slots, shape, dtype, device)
-        if entries is not None and layers.reach.is_bounded:
+        if entries is not None and layer_group.reach.is_bounded:
             cache = RingKVCache(entries, slots, shape, dtype, device)
-        torch_attention = TorchAttention(layers.layers, options.draft_block)
-        found.append(KVGroup(layers, cache, attention(layers) if attention else torch_attention))
+        torch_attention = TorchAttention(layer_group.attentions, options.draft_block)
+        group_attention = attention(layer_group) if attention else torch_attention
+        found.append(KVGroup(layer_group, cache, group_attention))
     return found
 
 

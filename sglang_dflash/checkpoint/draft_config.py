@@ -101,12 +101,12 @@ class LayerGroup:
     Attributes:
         reach: of their context.
         numbers: of the layers in the draft, from 0, ascending.
-        layers: how each of them attends.
+        attentions: how each of them attends.
     """
 
     reach: Reach
     numbers: tuple[int, ...]
-    layers: tuple[LayerAttention, ...]
+    attentions: tuple[LayerAttention, ...]
 
     def kv_shape(self, of_draft: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
         """Their K/V of one token, of a draft's `(layers, 2, kv heads, head dim)`."""

@@ -96,7 +96,7 @@ class Drafter:
         self._attend = {
             number: partial(group.attention.attend, i)
             for group in groups
-            for i, number in enumerate(group.layers.numbers)
+            for i, number in enumerate(group.layer_group.numbers)
         }
 
     def columns(self, requests: RequestSlots) -> int:

@@ -39,18 +39,18 @@ class KVGroup:
     """Draft layers that read the same of a request.
 
     Attributes:
-        layers: the layers' numbers and their reach.
+        layer_group: the layers' numbers and their reach.
         cache: their K/V.
         attention: over the cache; its layer 0 is the first of the group.
     """
 
-    layers: LayerGroup
+    layer_group: LayerGroup
     cache: DraftKVCache
     attention: DraftAttention
 
     @property
     def reach(self) -> Reach:
-        return self.layers.reach
+        return self.layer_group.reach
 
     def fair_share(self, requests: int, carried: int) -> int:
         """Entries that `requests` requests may take of a ring that `carried` of them share."""
@@ -114,7 +114,7 @@ class KVGroup:
     @cached_property
     def _layer_slices(self) -> list[tuple[slice, slice]]:
         """Adjacent layers, as slices of the draft's layers and of the group's: no K/V is copied."""
-        numbers = self.layers.numbers
+        numbers = self.layer_group.numbers
         starts = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1)]
         return [
             (slice(numbers[first], numbers[end - 1] + 1), slice(first, end))

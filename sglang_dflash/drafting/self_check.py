@@ -74,13 +74,13 @@ def check_attention(model: DraftModel, draft_block: int, group: KVGroup, most: i
     Raises:
         SelfCheckFailed: see `check_ops`.
     """
-    draw, layers, kv = RandomInputs(model), group.layers, group.cache.kv
+    draw, layer_group, kv = RandomInputs(model), group.layer_group, group.cache.kv
     requests = min(REQUESTS, most)
     context = min(CONTEXT, group.cache.num_entries)
     everything = torch.arange(context, device=draw.device)
     store_(kv, everything, draw.floats(context, *kv.shape[1:]))
     seq_lens = draw.ints(context // 2, context + 1, requests)
-    columns = everything[: layers.reach.of(context)].expand(requests, -1)
+    columns = everything[: layer_group.reach.of(context)].expand(requests, -1)
     live = columns < seq_lens[:, None]
     dead = columns % 7 == 3
     if isinstance(group.attention, PagedAttention):
@@ -92,11 +92,11 @@ def check_attention(model: DraftModel, draft_block: int, group: KVGroup, most: i
     layer: Any = model.layers[0]
     q = draw.floats(requests, draft_block, layer.heads, layer.head_dim)
     k, v = (draw.floats(requests, draft_block, layer.kv_heads, layer.head_dim) for _ in range(2))
-    expected = TorchAttention(layers.layers, draft_block)
+    expected = TorchAttention(layer_group.attentions, draft_block)
     try:
         for backend in (group.attention, expected):
             backend.prepare(kv, table)
-        for i, number in enumerate(layers.numbers):
+        for i, number in enumerate(layer_group.numbers):
             name = f"attention of layer {number} ({type(group.attention).__name__})"
             _compare(name, group.attention.attend(i, q, k, v), expected.attend(i, q, k, v))
     finally:

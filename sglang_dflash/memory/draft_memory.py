@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.capabilities import AttentionLoad, Capabilities
 from sglang_dflash.drafting.options import ResolvedOptions
-from sglang_dflash.memory.sizes import GroupKV, draft_of_rank
+from sglang_dflash.memory.sizes import GroupKVSize, draft_of_rank
 
 # What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
 GRAPH_BYTES_PER_REQUEST = 2 << 20
@@ -124,7 +124,7 @@ class StepSizes:
     positions: int
     ranks: int
     itemsize: int
-    kv: Sequence[GroupKV]
+    kv: Sequence[GroupKVSize]
     tagged: bool
     attention: Capabilities
     processors: int

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_dflash.memory.sizes import Charge, GroupKV
+from sglang_dflash.memory.sizes import Charge, GroupKVSize
 
 # SGLang's --mamba-full-memory-ratio, where none is given: memory of states over that of K/V.
 STATE_RATIO = 0.9
@@ -79,7 +79,7 @@ class StateDemand(NamedTuple):
     @classmethod
     def of(
         cls,
-        groups: Sequence[GroupKV],
+        groups: Sequence[GroupKVSize],
         *,
         max_running: int,
         states_per_request: int = STATES_PER_REQUEST,

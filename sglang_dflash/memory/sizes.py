@@ -41,7 +41,7 @@ BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT = 5, 4
 SLIDING_SHARE = Fraction(8, 10)
 
 
-class GroupKV(NamedTuple):
+class GroupKVSize(NamedTuple):
     """Draft K/V of the layers of one reach.
 
     Attributes:
@@ -68,7 +68,7 @@ class Charge(NamedTuple):
         return self.once + self.per_token * kv_tokens
 
     @classmethod
-    def of(cls, groups: Iterable[GroupKV], kv_tokens: int) -> Charge:
+    def of(cls, groups: Iterable[GroupKVSize], kv_tokens: int) -> Charge:
         """Return the charge of the groups beside a pool of that many tokens."""
         once = per_token = 0
         for group in groups:
@@ -81,7 +81,7 @@ class Charge(NamedTuple):
         return cls(once, per_token)
 
 
-def draft_kv_charge(groups: Sequence[GroupKV], fits: Callable[[Charge], int]) -> Charge:
+def draft_kv_charge(groups: Sequence[GroupKVSize], fits: Callable[[Charge], int]) -> Charge:
     """Return the charge of draft K/V beside the largest pool of the target that fits.
 
     Args:
@@ -121,7 +121,7 @@ def draft_kv(
     ranks: int,
     hierarchical: bool,
     disaggregated: bool,
-) -> tuple[GroupKV, ...]:
+) -> tuple[GroupKVSize, ...]:
     """Return a rank's draft K/V, one value for each of `config.groups(options.reach)`.
 
     Args:
@@ -140,7 +140,7 @@ def draft_kv(
     tags = BYTES_PER_ENTRY + 2 * BYTES_PER_TARGET_SLOT if hierarchical else 0
     shape = draft_of_rank(config, ranks).kv_shape
     return tuple(
-        GroupKV(
+        GroupKVSize(
             math.prod(group.kv_shape(shape)) * itemsize + tags,
             None if disaggregated else options.ring_entries(group.reach, carried),
         )

@@ -195,7 +195,7 @@ def test_layers_with_the_same_reach_are_a_group(
     assert {group.reach: group.numbers for group in groups} == expected
     for group in groups:
         assert group.kv_shape((3, 2, 7, 8)) == (len(group.numbers), 2, 7, 8)
-        for number, layer in zip(group.numbers, group.layers, strict=True):
+        for number, layer in zip(group.numbers, group.attentions, strict=True):
             assert replace(layer, reach=Reach()) == config.layers[number]
             assert layer.reach == group.reach
     # Its own window gives a draft a ring, whose size can be asked for.

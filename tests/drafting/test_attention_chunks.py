@@ -103,7 +103,7 @@ def test_memory_of_a_proposal_does_not_grow_with_the_context(
         slots = torch.arange(requests * context, dtype=torch.int32).view(requests, context)
         groups = kv_groups(
             model, options, slots.numel(), slots.numel(),
-            attention=lambda of: TorchAttention(of.layers, options.draft_block, chunk),
+            attention=lambda of: TorchAttention(of.attentions, options.draft_block, chunk),
         )  # fmt: skip
         for group in groups:
             kv = torch.randn(slots.numel(), *group.cache.kv.shape[1:])

@@ -108,10 +108,13 @@ class Blind(TorchAttention):
 def test_attention_is_compared_layer_by_layer() -> None:
     model, options = sliding_model()
     for group in kv_groups(
-        model, options, 60, attention=lambda of: TorchAttention(of.layers, BLOCK, chunk_bytes=4096)
+        model,
+        options,
+        60,
+        attention=lambda of: TorchAttention(of.attentions, BLOCK, chunk_bytes=4096),
     ):
         check_attention(model, BLOCK, group, 3)
-    blind, _ = kv_groups(model, options, 60, attention=lambda of: Blind(of.layers, BLOCK))
+    blind, _ = kv_groups(model, options, 60, attention=lambda of: Blind(of.attentions, BLOCK))
     with pytest.raises(SelfCheckFailed, match=r"attention of layer 1 \(Blind\)"):
         check_attention(model, BLOCK, blind, 3)
 
@@ -124,12 +127,12 @@ def far(q: Tensor, k: Tensor, v: Tensor, pages: Any, block: int, layer: Any) -> 
 def test_attention_through_pages_is_compared_on_the_cache() -> None:
     """It keeps the block's K/V at the end of the cache, and leaves dead entries out."""
     model, options = sliding_model()
-    layers, _ = model.config.groups(options.reach)
-    shape = layers.kv_shape(model.kv_shape)
+    layer_group, _ = model.config.groups(options.reach)
+    shape = layer_group.kv_shape(model.kv_shape)
     cache = RingKVCache(60, 80, shape, torch.float32, "cpu", scratch=3 * BLOCK)
     for kernel in (plain_kernel, far):
-        paged = PagedAttention(layers.layers, BLOCK, cache.num_entries + 1, kernel)
-        group = KVGroup(layers, cache, paged)
+        paged = PagedAttention(layer_group.attentions, BLOCK, cache.num_entries + 1, kernel)
+        group = KVGroup(layer_group, cache, paged)
         if kernel is plain_kernel:
             check_attention(model, BLOCK, group, 3)
         else:
@@ -144,7 +147,9 @@ def test_attention_is_compared_on_a_small_cache(entries: int) -> None:
     options = Options(window=20).resolve(model.config)
     (group,) = kv_groups(model, options, 60, entries)
     check_attention(model, BLOCK, group, 3)
-    (group,) = kv_groups(model, options, 60, entries, attention=lambda of: Blind(of.layers, BLOCK))
+    (group,) = kv_groups(
+        model, options, 60, entries, attention=lambda of: Blind(of.attentions, BLOCK)
+    )
     with pytest.raises(SelfCheckFailed, match="attention of layer 1"):
         check_attention(model, BLOCK, group, 3)
 

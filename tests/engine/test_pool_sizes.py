@@ -12,7 +12,7 @@ import pytest
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.memory import sizes
 from sglang_dflash.memory.pools import StateDemand, carried_requests, default_states, sglang_states
-from sglang_dflash.memory.sizes import Charge, GroupKV
+from sglang_dflash.memory.sizes import Charge, GroupKVSize
 from sglang_dflash.tools.bench.server import Server
 from tests.engine.servers import HYBRID_PAIR, HYBRID_PAIR_DFLASH, HYBRID_PAIR_PLAIN, ServerConfig
 
@@ -74,7 +74,7 @@ def of_ours(server: Server) -> int:
     running = carried_requests(REQUESTS, states)
     (group,) = report["draft_kv_groups"]
     assert group["is_ring"] and group["entries"] == (running + 1) * (WINDOW + BLOCK)
-    charge = Charge.of([GroupKV(DRAFT_KV, group["entries"])], tokens)
+    charge = Charge.of([GroupKVSize(DRAFT_KV, group["entries"])], tokens)
     taken = replay_bytes() + (states + 1) * state_bytes() + report["draft_memory_bytes"]["total"]
     rest = FREE - taken - charge.total(tokens) - tokens * KV
     assert 0 <= rest < KV + charge.per_token
@@ -88,7 +88,7 @@ def of_ours(server: Server) -> int:
 def test_states_are_what_sessions_need(server: Server) -> None:
     context = json.loads((HYBRID_PAIR.target / "config.json").read_text())
     demand = StateDemand.of(
-        [GroupKV(DRAFT_KV, (REQUESTS + 1) * (WINDOW + BLOCK))],
+        [GroupKVSize(DRAFT_KV, (REQUESTS + 1) * (WINDOW + BLOCK))],
         max_running=REQUESTS, state_bytes=state_bytes(), target_token_bytes=KV,
         context=context["max_position_embeddings"],
     )  # fmt: skip

@@ -120,11 +120,12 @@ def drafter_of(window: int | None) -> Drafter:
     options = Options(window=window).resolve(CONFIG)
     dtype = torch.bfloat16
 
-    def attention(layers: LayerGroup) -> TritonAttention:
-        columns = layers.reach.of(COLUMNS)
+    def attention(layer_group: LayerGroup) -> TritonAttention:
+        columns = layer_group.reach.of(COLUMNS)
         setting = Setting(
-            options.draft_block, torch.device("cpu"), layers.layers, requests=ROWS, columns=columns
-        )
+            options.draft_block, torch.device("cpu"), layer_group.attentions,
+            requests=ROWS, columns=columns,
+        )  # fmt: skip
         return TritonAttention(CONFIG, setting, processors=132)
 
     groups = kv_groups(model, options, SLOTS, 1000, dtype=dtype, attention=attention)
@@ -202,17 +203,17 @@ def compiled_for(draft: str, ranks: int) -> int:
     tp, dtype, device = TensorParallel(size=ranks), torch.bfloat16, torch.device("cpu")
     heads = tp.shard_size("num_attention_heads", config.num_attention_heads)
     kv_heads, block = tp.kv_heads(config.num_key_value_heads), config.block_size
-    for layers in config.groups(WHOLE_CONTEXT):
-        shape = 64, len(layers.layers), 2, kv_heads, config.head_dim
+    for layer_group in config.groups(WHOLE_CONTEXT):
+        shape = 64, len(layer_group.attentions), 2, kv_heads, config.head_dim
         kv = torch.zeros(shape, dtype=dtype)
         setting = Setting(
-            block, device, layers.layers, tp, requests=RECORDED[-1], columns=POSITIONS
+            block, device, layer_group.attentions, tp, requests=RECORDED[-1], columns=POSITIONS
         )
         attention = TritonAttention(config, setting, processors=132)
-        for layer in {of: i for i, of in enumerate(layers.layers)}.values():
+        for layer in {of: i for i, of in enumerate(layer_group.attentions)}.values():
             with watched() as found:
                 for count, positions in itertools.product(RECORDED, column_buckets(POSITIONS)):
-                    columns = layers.reach.of(positions)
+                    columns = layer_group.reach.of(positions)
                     entries = torch.zeros(count, columns, dtype=torch.int32)
                     attention.prepare(kv, ContextTable(entries, torch.zeros(count).long()))
                     q = torch.zeros(count, block, heads, config.head_dim, dtype=dtype)

@@ -55,11 +55,13 @@ class Side:
         self.model.freeze()
         config, options = self.model.config, of.resolve(self.model.config)
 
-        def attention(of: LayerGroup) -> DraftAttention:
+        def attention(layer_group: LayerGroup) -> DraftAttention:
             if not triton:
-                return TorchAttention(of.layers, options.draft_block)
+                return TorchAttention(layer_group.attentions, options.draft_block)
             device = torch.device(DEVICE)
-            setting = Setting(options.draft_block, device, of.layers, requests=ROWS, columns=WIDTH)
+            setting = Setting(
+                options.draft_block, device, layer_group.attentions, requests=ROWS, columns=WIDTH
+            )
             return TritonAttention(config, setting, processors=64)
 
         # Too few entries for all, so that some tokens are lost.

@@ -15,7 +15,7 @@ from sglang_dflash.memory.pools import (
     default_states,
     sglang_states,
 )
-from sglang_dflash.memory.sizes import GroupKV
+from sglang_dflash.memory.sizes import GroupKVSize
 
 GIB = 2**30
 # Of Qwen3.6-35B-A3B and its draft: a state, a token of target and draft K/V.
@@ -57,7 +57,7 @@ def test_states_get_what_a_bounded_kv_pool_leaves() -> None:
 
 def test_a_demand_counts_a_layer_once() -> None:
     """Per token without a ring, with its tags otherwise."""
-    groups = [GroupKV(4096, None), GroupKV(20480, 48 * 100)]
+    groups = [GroupKVSize(4096, None), GroupKVSize(20480, 48 * 100)]
     found = StateDemand.of(
         groups, max_running=48, state_bytes=STATE, target_token_bytes=20480, context=None
     )

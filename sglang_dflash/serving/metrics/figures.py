@@ -155,7 +155,7 @@ COUNTS: tuple[Figure[Figures], ...] = (
 def shown_group(group: KVGroup) -> dict[str, Any]:
     """A draft KV cache, and the layers that it is of."""
     return {
-        "layers": list(group.layers.numbers),
+        "layers": list(group.layer_group.numbers),
         "window": group.reach.tokens,
         "sinks": group.reach.sinks,
         "entries": group.cache.num_entries,

@@ -47,7 +47,7 @@ from sglang_dflash.memory.pools import (
     default_states,
     sglang_states,
 )
-from sglang_dflash.memory.sizes import Charge, GroupKV, draft_kv_charge
+from sglang_dflash.memory.sizes import Charge, GroupKVSize, draft_kv_charge
 from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.gpu.graphs import captured_sizes, target_has_graphs
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
@@ -71,7 +71,7 @@ class DraftReservation:
         charge: memory that draft K/V takes beside the pool; None before the sizing.
     """
 
-    draft_kv: Callable[[int], tuple[GroupKV, ...]]
+    draft_kv: Callable[[int], tuple[GroupKVSize, ...]]
     carried: int
     replay: bool
     needed: DraftMemory = field(default_factory=DraftMemory)

@@ -25,7 +25,7 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import check_attention, check_ops
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.memory.draft_memory import NarrowForwards, StepSizes
-from sglang_dflash.memory.sizes import GroupKV, draft_kv
+from sglang_dflash.memory.sizes import GroupKVSize, draft_kv
 from sglang_dflash.serving.step.extension import Extension
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Plan:
         is_fixed = len(self.policy.widths) == 1
         return self.options.warnings(self.model.config, names, is_fixed)
 
-    def draft_kv(self, carried: int) -> tuple[GroupKV, ...]:
+    def draft_kv(self, carried: int) -> tuple[GroupKVSize, ...]:
         """Return the draft K/V of each of `layer_groups`, whose rings are for so many requests."""
         return draft_kv(
             self.model.config,
@@ -128,7 +128,7 @@ class Plan:
 
     def setting(
         self,
-        layers: LayerGroup,
+        layer_group: LayerGroup,
         requests: int,
         positions: int,
         scratch: int = 0,
@@ -144,10 +144,10 @@ class Plan:
         return Setting(
             self.options.draft_block,
             self.device,
-            layers.layers,
+            layer_group.attentions,
             tp=self.tp,
             requests=requests,
-            columns=layers.reach.of(positions),
+            columns=layer_group.reach.of(positions),
             scratch=scratch,
             holes=holes,
         )
@@ -172,16 +172,17 @@ class Plan:
         per_slot = TaggedKVCache if self.hierarchical else DraftKVCache
         scratch = admitted * self.options.draft_block if self.backend.capabilities.scratch else 0
         groups, sized = [], self.draft_kv(self.max_running if carried is None else carried)
-        for layers, kv in zip(self.layer_groups, sized, strict=True):
-            of_cache = layers.kv_shape(self.model.kv_shape), self.kv_dtype, self.device, scratch
+        for layer_group, kv in zip(self.layer_groups, sized, strict=True):
+            shape = layer_group.kv_shape(self.model.kv_shape)
+            of_cache = shape, self.kv_dtype, self.device, scratch
             entries = kv.entries(kv_tokens)
             cache = per_slot(target_slots, *of_cache) if entries is None else (
                 RingKVCache(entries, target_slots, *of_cache)
             )  # fmt: skip
             after = cache.num_entries + 1
-            setting = self.setting(layers, admitted, positions, after, cache.has_holes)
+            setting = self.setting(layer_group, admitted, positions, after, cache.has_holes)
             attention = self.backend.make(self.model.config, setting)
-            groups.append(KVGroup(layers, cache, attention))
+            groups.append(KVGroup(layer_group, cache, attention))
         return tuple(groups)
 
     def check(self, groups: Sequence[KVGroup], admitted: int) -> None:

@@ -10,7 +10,7 @@ from sglang_dflash.checkpoint.published import ModelFacts
 from sglang_dflash.checkpoint.target_config import kv_heads_of_rank
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import ResolvedOptions
-from sglang_dflash.memory.sizes import KV_DTYPES, Charge, GroupKV, draft_kv, draft_kv_charge
+from sglang_dflash.memory.sizes import KV_DTYPES, Charge, GroupKVSize, draft_kv, draft_kv_charge
 from sglang_dflash.serving.metrics.server_info import BUILTIN, OURS
 from sglang_dflash.tools.inspect.pair import ServingDecision
 from sglang_dflash.tools.inspect.serving import Serving
@@ -20,7 +20,7 @@ GIB = 2**30
 
 # Draft layers that read the same of a request, and their draft KV. The layers' numbers are empty if
 # the config does not tell.
-DraftGroup = tuple[LayerGroup, GroupKV]
+DraftGroup = tuple[LayerGroup, GroupKVSize]
 
 
 def draft_groups(
@@ -48,10 +48,10 @@ def draft_groups(
     token_bytes = layers * two * kv_heads_of_rank("draft", heads, ranks) * dim * itemsize
     # SGLang's worker has no rings.
     ring = None if decision.worker == BUILTIN else options.ring_entries(reach, carried)
-    return [(LayerGroup(reach, (), ()), GroupKV(token_bytes, ring))]
+    return [(LayerGroup(reach, (), ()), GroupKVSize(token_bytes, ring))]
 
 
-def _described(group: LayerGroup, kv: GroupKV, target_tokens: int) -> dict[str, Any]:
+def _described(group: LayerGroup, kv: GroupKVSize, target_tokens: int) -> dict[str, Any]:
     """A group beside a target pool of that many tokens."""
     entries = kv.entries(target_tokens)
     return {

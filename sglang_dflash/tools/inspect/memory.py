@@ -27,7 +27,7 @@ from sglang_dflash.memory.pools import (
     sglang_states,
     state_pool,
 )
-from sglang_dflash.memory.sizes import KV_DTYPES, GroupKV
+from sglang_dflash.memory.sizes import KV_DTYPES, GroupKVSize
 from sglang_dflash.serving.metrics.server_info import OURS
 from sglang_dflash.tools.inspect.kv import GIB, draft_groups, split_kv
 from sglang_dflash.tools.inspect.pair import ServingDecision
@@ -98,7 +98,7 @@ def _pools(
     steps: int,
     alone: int,
     recurrent: Mapping[str, Any],
-    groups: Sequence[GroupKV],
+    groups: Sequence[GroupKVSize],
     target_kv: int,
     options: ResolvedOptions,
 ) -> tuple[StatePool | None, StatePool | None, StatePool | None]:
@@ -219,7 +219,7 @@ def _draft_memory(
     part: TargetGeometry,
     options: ResolvedOptions,
     serving: Serving,
-    kv: Sequence[GroupKV],
+    kv: Sequence[GroupKVSize],
 ) -> DraftMemory | None:
     """The memory that our worker reserves for draft steps; None if another worker serves.
 

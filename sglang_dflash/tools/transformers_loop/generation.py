@@ -202,11 +202,11 @@ def _drafter(
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     groups = [
         KVGroup(
-            layers,
-            DraftKVCache(total, layers.kv_shape(draft.kv_shape), draft.dtype, device),
-            TorchAttention(layers.layers, options.draft_block),
+            layer_group,
+            DraftKVCache(total, layer_group.kv_shape(draft.kv_shape), draft.dtype, device),
+            TorchAttention(layer_group.attentions, options.draft_block),
         )
-        for layers in draft.config.groups(options.reach)
+        for layer_group in draft.config.groups(options.reach)
     ]
     return Drafter(draft, TargetHead(embed, head), groups, options)
 

@@ -37,9 +37,9 @@ def of(cache: DraftKVCache, window: int | None = None) -> tuple[HostTier, DraftK
 
 
 def group(cache: DraftKVCache, reach: Reach) -> KVGroup:
-    layers: Any = SimpleNamespace(reach=reach)
+    layer_group: Any = SimpleNamespace(reach=reach)
     attention: Any = None
-    return KVGroup(layers, cache, attention)
+    return KVGroup(layer_group, cache, attention)
 
 
 def at(*slots: int) -> Tensor:

@@ -18,7 +18,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.memory.draft_memory import DraftMemory, headroom
-from sglang_dflash.memory.sizes import GroupKV
+from sglang_dflash.memory.sizes import GroupKVSize
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import (
     DraftReservation,
@@ -54,7 +54,7 @@ def runner_with(reservation: DraftReservation | None, is_draft_worker: bool = Fa
     return runner
 
 
-def reserving(*groups: GroupKV, needed: DraftMemory = NOTHING) -> DraftReservation:
+def reserving(*groups: GroupKVSize, needed: DraftMemory = NOTHING) -> DraftReservation:
     """A reservation whose rings do not depend on the requests."""
     return DraftReservation(lambda _: groups, RUNNING, replay=False, needed=needed)
 
@@ -89,24 +89,36 @@ def tokens(runner: Any, budget_bytes: int = MEMORY) -> int:
 
 NEEDED = DraftMemory(logits=1_000_000)
 # Entries of 250 bytes have tags of 5, and each target token one of 4.
-RING = GroupKV(DRAFT, 2_000)
+RING = GroupKVSize(DRAFT, 2_000)
 WITH_RING = (MEMORY - 2_000 * 255) // (TARGET + 4)
 # Groups of draft layers -> target tokens, and entries of their caches. A ring leaves more tokens,
 # unless the pool holds no more than its entries: then there is one per token.
-SIZED: list[tuple[tuple[GroupKV, ...], int, list[int | None]]] = [
-    ((GroupKV(DRAFT, None),), 8_000, [None]),
+SIZED: list[tuple[tuple[GroupKVSize, ...], int, list[int | None]]] = [
+    ((GroupKVSize(DRAFT, None),), 8_000, [None]),
     ((RING,), WITH_RING, [2_000]),
-    ((GroupKV(DRAFT, 8_400),), 8_000, [None]),
-    ((GroupKV(DRAFT, 80_000),), 8_000, [None]),
-    ((GroupKV(200, 2_000), GroupKV(50, None)), (MEMORY - 2_000 * 205) // 1_054, [2_000, None]),
-    ((GroupKV(200, 9_000), GroupKV(50, 1_000)), (MEMORY - 1_000 * 55) // 1_204, [None, 1_000]),
-    ((GroupKV(200, 2_000), GroupKV(50, 1_000)), (MEMORY - 465_000) // 1_008, [2_000, 1_000]),
+    ((GroupKVSize(DRAFT, 8_400),), 8_000, [None]),
+    ((GroupKVSize(DRAFT, 80_000),), 8_000, [None]),
+    (
+        (GroupKVSize(200, 2_000), GroupKVSize(50, None)),
+        (MEMORY - 2_000 * 205) // 1_054,
+        [2_000, None],
+    ),
+    (
+        (GroupKVSize(200, 9_000), GroupKVSize(50, 1_000)),
+        (MEMORY - 1_000 * 55) // 1_204,
+        [None, 1_000],
+    ),
+    (
+        (GroupKVSize(200, 2_000), GroupKVSize(50, 1_000)),
+        (MEMORY - 465_000) // 1_008,
+        [2_000, 1_000],
+    ),
 ]
 
 
 @pytest.mark.parametrize(("groups", "expected", "entries"), SIZED)
 def test_rings_leave_the_target_more_tokens(
-    groups: tuple[GroupKV, ...], expected: int, entries: list[int | None]
+    groups: tuple[GroupKVSize, ...], expected: int, entries: list[int | None]
 ) -> None:
     runner = runner_with(reserving(*groups))
     # Without the row, SGLang's sizing alone.
@@ -135,7 +147,7 @@ def test_a_runner_that_our_worker_does_not_serve_is_sized_by_sglang(
 
 
 def test_what_is_needed_beside_is_left_free() -> None:
-    assert tokens(runner_with(reserving(GroupKV(DRAFT, None), needed=NEEDED))) == 7_200
+    assert tokens(runner_with(reserving(GroupKVSize(DRAFT, None), needed=NEEDED))) == 7_200
     assert tokens(runner_with(reserving(RING, needed=NEEDED))) == (
         (MEMORY - 1_000_000 - 2_000 * 255) // 1_004
     )
@@ -144,14 +156,14 @@ def test_what_is_needed_beside_is_left_free() -> None:
 def test_what_is_allocated_is_not_left_free_again() -> None:
     """After graphs were captured, only what eager steps will need is missing."""
     needed = DraftMemory(context_tables=750_000, logits=150_000, activations=100_000)
-    runner = runner_with(reserving(GroupKV(DRAFT, None), needed=needed))
+    runner = runner_with(reserving(GroupKVSize(DRAFT, None), needed=needed))
     assert tokens(runner) == 7_200
     assert tokens(runner, 7_200_000) == 6_950
 
 
 @pytest.mark.parametrize("reserved", [MEMORY, MEMORY + 1])
 def test_no_room_for_the_drafter_is_refused(reserved: int) -> None:
-    runner = runner_with(reserving(GroupKV(DRAFT, None), needed=DraftMemory(logits=reserved)))
+    runner = runner_with(reserving(GroupKVSize(DRAFT, None), needed=DraftMemory(logits=reserved)))
     with refused("--mem-fraction-static"):
         tokens(runner)
 
@@ -205,7 +217,7 @@ def test_rings_hold_no_more_than_the_context() -> None:
 def test_what_runs_at_a_time_is_said_once(resized: bool, caplog: pytest.LogCaptureFixture) -> None:
     """It is said once the pools have their size; more requests than can run are a warning."""
     caplog.set_level("INFO")
-    runner = runner_with(reserving(GroupKV(DRAFT, None)))
+    runner = runner_with(reserving(GroupKVSize(DRAFT, None)))
     runner.kv_cache_configurator.post_capture_kv_active = resized
     assert tokens(runner) == 8_000
     assert len(caplog.messages) == (0 if resized else 1)
@@ -215,7 +227,7 @@ def test_what_runs_at_a_time_is_said_once(resized: bool, caplog: pytest.LogCaptu
     held, has = (4, "8,500") if resized else (3, "8,000")
     assert f"{held} requests of 2,048 tokens run at a time: K/V of {has} tokens" in line
     caplog.clear()
-    assert tokens(runner_with(reserving(GroupKV(DRAFT, None))), 12_500) == 10
+    assert tokens(runner_with(reserving(GroupKVSize(DRAFT, None))), 12_500) == 10
     said, warned = caplog.records
     assert (said.levelname, warned.levelname) == ("INFO", "WARNING")
     assert "--max-running-requests 8: 5 run at a time" in warned.getMessage()
@@ -228,7 +240,7 @@ def test_a_ring_is_for_the_requests_that_states_let_run(monkeypatch: pytest.Monk
     monkeypatch.setattr(memory, "get_schedule", lambda: schedule)
     asked: list[int] = []
 
-    def draft_kv(carried: int) -> tuple[GroupKV, ...]:
+    def draft_kv(carried: int) -> tuple[GroupKVSize, ...]:
         asked.append(carried)
         return (RING._replace(ring=100 * carried),)
 

@@ -142,7 +142,7 @@ class Pool:
             dead = {p for p, there in enumerate(live.tolist()) if not there}
             reach, length = group.reach, len(request.slots)
             sees = {p for p in range(length) if reach.tokens is None or p >= length - reach.tokens}
-            kind = "sliding_attention" if 0 in group.layers.numbers else "full_attention"
+            kind = "sliding_attention" if 0 in group.layer_group.numbers else "full_attention"
             lost[kind] = dead & sees
             self.seen[f"lost in {kind}"] += len(dead & sees)
             self.seen["lost of its own"] += len(dead & sees & request.own)
@@ -186,7 +186,7 @@ def test_every_block_is_the_references(
     with torch.inference_mode():
         seen = pool.run(24)
     sliding, full = pool.groups
-    assert sliding.layers.numbers == (0, 2) and isinstance(sliding.cache, RingKVCache)
+    assert sliding.layer_group.numbers == (0, 2) and isinstance(sliding.cache, RingKVCache)
     assert sliding.cache.num_entries == (entries or (RUNNING + 1) * (SLIDING + BLOCK))
     assert full.cache.has_holes == (window is not None)
     assert seen["prefix hit"] > 10

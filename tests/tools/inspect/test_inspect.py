@@ -16,7 +16,7 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerGroup, Reach
 from sglang_dflash.checkpoint.published import ModelFacts, published_pairs
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.memory.sizes import GroupKV, draft_weight_bytes
+from sglang_dflash.memory.sizes import GroupKVSize, draft_weight_bytes
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from sglang_dflash.tools.inspect.kv import GIB, split_kv
 from sglang_dflash.tools.inspect.pair import other_target
@@ -146,10 +146,10 @@ def test_draft_weights_by_hand() -> None:
 def test_rings_leave_the_rest_to_the_target() -> None:
     """30 entries of 20 bytes and tags of 5; of each target token, one of 4."""
 
-    def split_of(*groups: GroupKV) -> dict[str, Any]:
+    def split_of(*groups: GroupKVSize) -> dict[str, Any]:
         return split_kv(12_000, 100, [(LayerGroup(Reach(), (), ()), kv) for kv in groups])
 
-    split = split_of(GroupKV(20, 30))
+    split = split_of(GroupKVSize(20, 30))
     assert split.pop("draft_kv_groups")[0]["entries"] == 30
     assert split == {
         "draft_kv_bytes": 30 * 25 + 4 * 108,
@@ -160,10 +160,10 @@ def test_rings_leave_the_rest_to_the_target() -> None:
         "target_tokens_gain_ceiling": 0.2,
     }
     for ring in (None, 100, 5000):
-        whole = split_of(GroupKV(20, ring))
+        whole = split_of(GroupKVSize(20, ring))
         assert (whole["target_tokens"], whole["target_tokens_gain"]) == (100, 0)
         assert whole["draft_kv_bytes"] == 2000
-    mixed = split_of(GroupKV(15, 30), GroupKV(5, None))
+    mixed = split_of(GroupKVSize(15, 30), GroupKVSize(5, None))
     assert mixed["target_tokens"] == (12_000 - 30 * 20) // (100 + 5 + 4)
 
 
