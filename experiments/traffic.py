@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from experiments.launches import Launch, StepContents, bytes_of, record_launches
 from experiments.runner import NoOptions as Options
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.drafting.attention.backend import AttentionSizes
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, sanitize
 from sglang_dflash.drafting.groups import KVGroup
@@ -128,10 +128,10 @@ def _drafter(
         cache: DraftKVCache = DraftKVCache(slots, shape, torch.bfloat16, device)
         if entries is not None:
             cache = RingKVCache(entries, slots, shape, torch.bfloat16, device)
-        setting = Setting(
+        sizes = AttentionSizes(
             block, device, layer_group.attentions, requests=requests, columns=row.context
         )
-        groups.append(KVGroup(layer_group, cache, TritonAttention(config, setting, PROCESSORS)))
+        groups.append(KVGroup(layer_group, cache, TritonAttention(config, sizes, PROCESSORS)))
     vocabulary = torch.empty(config.vocab_size, config.hidden_size)
     head = TargetHead(lambda ids: vocabulary[ids], lambda hidden: hidden @ vocabulary.T)
     return Drafter(model, head, groups, options)

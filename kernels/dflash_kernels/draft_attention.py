@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dflash_kernels.block_attention import Workspace, block_attention
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.drafting.attention.backend import Setting, processors_of
+from sglang_dflash.drafting.attention.backend import AttentionSizes, processors_of
 from sglang_dflash.drafting.attention.capabilities import choose_splits, split_shape
 from sglang_dflash.drafting.attention.table import ContextTable
 
@@ -17,11 +17,11 @@ from sglang_dflash.drafting.attention.table import ContextTable
 class TritonAttention:
     """`DraftAttention` that reads the cache in place, with a workspace of fixed size."""
 
-    def __init__(self, config: DraftConfig, setting: Setting, processors: int) -> None:
+    def __init__(self, config: DraftConfig, sizes: AttentionSizes, processors: int) -> None:
         """`processors`: multiprocessors of the GPU."""
-        self._layers, self._processors = setting.layers, processors
-        programs, *self._shape = split_shape(setting.load(config, processors))
-        device = setting.device
+        self._layers, self._processors = sizes.layers, processors
+        programs, *self._shape = split_shape(sizes.load(config, processors))
+        device = sizes.device
         self._partial = torch.empty(programs, *self._shape, dtype=torch.float32, device=device)
         self._lse = torch.empty(programs, self._shape[0], dtype=torch.float32, device=device)
         none = torch.empty(0, 0, device=device)
@@ -51,6 +51,6 @@ class TritonAttention:
         )
 
 
-def make(config: DraftConfig, setting: Setting) -> TritonAttention:
-    """The backend for the GPU of `setting`."""
-    return TritonAttention(config, setting, processors_of(setting.device))
+def make(config: DraftConfig, sizes: AttentionSizes) -> TritonAttention:
+    """The backend for the GPU of `sizes`."""
+    return TritonAttention(config, sizes, processors_of(sizes.device))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.drafting.attention.backend import TORCH, choose_attention
+from sglang_dflash.drafting.attention.backend import TORCH, choose_backend
 from sglang_dflash.drafting.attention.capabilities import Capabilities
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
@@ -40,9 +40,9 @@ def test_what_a_backend_cannot_serve_is_refused_with_the_list(
     table = {"torch": TORCH, "narrow": replace(TORCH, capabilities=NARROW)}
     given = config(**changes), torch.device(device), table
     with refused("attention", name) as error:
-        choose_attention(name, *given, torch.float32)
+        choose_backend(name, *given, torch.float32)
     assert error.value.required == f"{obstacle}; choose one of ['torch']"
-    assert choose_attention("torch", *given) == choose_attention(None, *given) == "torch"
+    assert choose_backend("torch", *given) == choose_backend(None, *given) == "torch"
 
 
 def test_within_its_limits_a_backend_serves() -> None:

@@ -35,7 +35,7 @@ from triton.runtime.jit import JITFunction, KernelInterface, create_function_fro
 
 from sglang_dflash.checkpoint.draft_config import WHOLE_CONTEXT, DraftConfig, LayerGroup
 from sglang_dflash.checkpoint.published import shipped
-from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.drafting.attention.backend import AttentionSizes
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.draft_source import DraftSource
 from sglang_dflash.drafting.drafter import Drafter
@@ -122,11 +122,11 @@ def drafter_of(window: int | None) -> Drafter:
 
     def attention(layer_group: LayerGroup) -> TritonAttention:
         columns = layer_group.reach.of(COLUMNS)
-        setting = Setting(
+        sizes = AttentionSizes(
             options.draft_block, torch.device("cpu"), layer_group.attentions,
             requests=ROWS, columns=columns,
         )  # fmt: skip
-        return TritonAttention(CONFIG, setting, processors=132)
+        return TritonAttention(CONFIG, sizes, processors=132)
 
     groups = kv_groups(model, options, SLOTS, 1000, dtype=dtype, attention=attention)
     head = TargetHead(
@@ -206,10 +206,10 @@ def compiled_for(draft: str, ranks: int) -> int:
     for layer_group in config.groups(WHOLE_CONTEXT):
         shape = 64, len(layer_group.attentions), 2, kv_heads, config.head_dim
         kv = torch.zeros(shape, dtype=dtype)
-        setting = Setting(
+        sizes = AttentionSizes(
             block, device, layer_group.attentions, tp, requests=RECORDED[-1], columns=POSITIONS
         )
-        attention = TritonAttention(config, setting, processors=132)
+        attention = TritonAttention(config, sizes, processors=132)
         for layer in {of: i for i, of in enumerate(layer_group.attentions)}.values():
             with watched() as found:
                 for count, positions in itertools.product(RECORDED, column_buckets(POSITIONS)):

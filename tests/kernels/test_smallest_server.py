@@ -35,8 +35,8 @@ BACKENDS = {
     # As FA3 and FA4.
     "pages": Backend(
         Capabilities(capturable=True, scratch=True),
-        lambda _, setting: PagedAttention(
-            setting.layers, setting.draft_block, setting.scratch, plain_kernel, setting.holes
+        lambda _, sizes: PagedAttention(
+            sizes.layers, sizes.draft_block, sizes.scratch, plain_kernel, sizes.holes
         ),
     ),
 }

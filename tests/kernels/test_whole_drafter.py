@@ -12,7 +12,7 @@ from dflash_kernels.draft_ops import TritonOps
 from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerGroup
-from sglang_dflash.drafting.attention.backend import DraftAttention, Setting
+from sglang_dflash.drafting.attention.backend import AttentionSizes, DraftAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
@@ -59,10 +59,10 @@ class Side:
             if not triton:
                 return TorchAttention(layer_group.attentions, options.draft_block)
             device = torch.device(DEVICE)
-            setting = Setting(
+            sizes = AttentionSizes(
                 options.draft_block, device, layer_group.attentions, requests=ROWS, columns=WIDTH
             )
-            return TritonAttention(config, setting, processors=64)
+            return TritonAttention(config, sizes, processors=64)
 
         # Too few entries for all, so that some tokens are lost.
         groups = kv_groups(self.model, options, ROWS * WIDTH, 60, attention=attention)

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
-from sglang_dflash.drafting.attention import capabilities as attention
-from sglang_dflash.drafting.attention.capabilities import CAPABILITIES, AttentionLoad, Capabilities
+from sglang_dflash.drafting.attention.capabilities import (
+    CAPABILITIES,
+    AttentionLoad,
+    Capabilities,
+    choose_attention,
+)
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -49,7 +53,7 @@ class DraftAttention(Protocol):
 
 
 @dataclass(frozen=True)
-class Setting:
+class AttentionSizes:
     """The sizes and options that an attention backend is made for, beside the draft's config.
 
     Attributes:
@@ -97,24 +101,24 @@ class Backend:
     """The capabilities of a backend, and how to make one for a draft."""
 
     capabilities: Capabilities
-    make: Callable[[DraftConfig, Setting], DraftAttention]
+    make: Callable[[DraftConfig, AttentionSizes], DraftAttention]
 
 
 # The one that needs no kernels. All are in `ATTENTION` of `serving/gpu/backends.py`.
 TORCH = Backend(
     CAPABILITIES["torch"],
-    lambda _config, setting: TorchAttention(setting.layers, setting.draft_block),
+    lambda _config, sizes: TorchAttention(sizes.layers, sizes.draft_block),
 )
 
 
-def choose_attention(
+def choose_backend(
     name: str | None,
     config: DraftConfig,
     device: torch.device,
     backends: Mapping[str, Backend],
     kv_dtype: torch.dtype | None = None,
 ) -> str:
-    """`drafting.attention.capabilities.choose_attention` of torch's device and dtype."""
+    """Name the backend for a draft, as `choose_attention` does, on torch's device and dtype."""
     table = {key: row.capabilities for key, row in backends.items()}
     named = None if kv_dtype is None else str(kv_dtype).removeprefix("torch.")
-    return attention.choose_attention(name, config, device.type, table, named)
+    return choose_attention(name, config, device.type, table, named)

@@ -65,7 +65,7 @@ class PagedAttention:
         kernel: PagedKernel,
         holes: bool = True,
     ) -> None:
-        """`scratch`: the first scratch entry; `holes`: see `Setting`."""
+        """`scratch`: the first scratch entry; `holes`: see `AttentionSizes`."""
         self._layers, self._block, self._holes = tuple(layers), draft_block, holes
         self._scratch, self._kernel = scratch, kernel
         none = torch.empty(0, dtype=torch.int32)

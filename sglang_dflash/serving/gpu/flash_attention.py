@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.drafting.attention.backend import AttentionSizes
 from sglang_dflash.drafting.attention.paged import PagedAttention, PagedKernel, Pages
 from sglang_dflash.drafting.attention.visibility import keys_around
 
@@ -21,27 +21,25 @@ FA4_SPLITS = {9: 1, 10: 0}
 FA3_MAJORS = (8, 9)
 
 
-def fa4(config: DraftConfig, setting: Setting) -> PagedAttention:
+def fa4(config: DraftConfig, sizes: AttentionSizes) -> PagedAttention:
     """FA4. Raises ConfigError if this GPU has no kernel, or the package is missing."""
-    major = _major(setting.device)
+    major = _major(sizes.device)
     if major not in FA4_SPLITS:
         raise _other_gpu("fa4", sorted(FA4_SPLITS), major)
     kernel = fa4_kernel(FA4_SPLITS[major])
-    return _paged(setting, kernel)
+    return _paged(sizes, kernel)
 
 
-def fa3(config: DraftConfig, setting: Setting) -> PagedAttention:
+def fa3(config: DraftConfig, sizes: AttentionSizes) -> PagedAttention:
     """FA3. Raises ConfigError if this GPU has no kernel."""
-    major = _major(setting.device)
+    major = _major(sizes.device)
     if major not in FA3_MAJORS:
         raise _other_gpu("fa3", FA3_MAJORS, major)
-    return _paged(setting, fa3_kernel())
+    return _paged(sizes, fa3_kernel())
 
 
-def _paged(setting: Setting, kernel: PagedKernel) -> PagedAttention:
-    return PagedAttention(
-        setting.layers, setting.draft_block, setting.scratch, kernel, setting.holes
-    )
+def _paged(sizes: AttentionSizes, kernel: PagedKernel) -> PagedAttention:
+    return PagedAttention(sizes.layers, sizes.draft_block, sizes.scratch, kernel, sizes.holes)
 
 
 def _other_gpu(name: str, majors: Sequence[int], major: int) -> ConfigError:

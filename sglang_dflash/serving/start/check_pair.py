@@ -18,7 +18,7 @@ from sglang_dflash.checkpoint.target_classes import METHOD, TARGETS, unserved_cl
 from sglang_dflash.checkpoint.tensors import check_weights
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft, shown_pair
 from sglang_dflash.common.log import Log
-from sglang_dflash.drafting.attention.backend import choose_attention
+from sglang_dflash.drafting.attention.backend import choose_backend
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.serving.gpu.backends import (
@@ -148,7 +148,7 @@ def _check_device(server_args: Any, settings: Any, config: DraftConfig) -> None:
     model_dtype = getattr(torch, settings.dtype, torch.bfloat16)
     dtype = draft_kv_dtype(server_args, model_dtype)
     check_kv_dtype(dtype, device)
-    choose_attention(asked_attention(server_args), config, device, ATTENTION, dtype)
+    choose_backend(asked_attention(server_args), config, device, ATTENTION, dtype)
 
 
 def _dflash_requested(settings: Any) -> bool:

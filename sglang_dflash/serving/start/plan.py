@@ -12,7 +12,7 @@ import torch
 
 from sglang_dflash.checkpoint.draft_config import LayerGroup
 from sglang_dflash.common.log import Log
-from sglang_dflash.drafting.attention.backend import Backend, Setting, processors_of
+from sglang_dflash.drafting.attention.backend import AttentionSizes, Backend, processors_of
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.graphs import Recorder
 from sglang_dflash.drafting.groups import KVGroup
@@ -126,22 +126,22 @@ class Plan:
             narrow=narrow,
         )
 
-    def setting(
+    def attention_sizes(
         self,
         layer_group: LayerGroup,
         requests: int,
         positions: int,
         scratch: int = 0,
         holes: bool = True,
-    ) -> Setting:
-        """Return the setting that a layer group's attention is made for.
+    ) -> AttentionSizes:
+        """Return the sizes that a layer group's attention is made for.
 
         Args:
             requests: that attention is made for, at most.
             positions: of a row of the request-to-token table.
-            scratch, holes: see `Setting`.
+            scratch, holes: see `AttentionSizes`.
         """
-        return Setting(
+        return AttentionSizes(
             self.options.draft_block,
             self.device,
             layer_group.attentions,
@@ -180,8 +180,8 @@ class Plan:
                 RingKVCache(entries, target_slots, *of_cache)
             )  # fmt: skip
             after = cache.num_entries + 1
-            setting = self.setting(layer_group, admitted, positions, after, cache.has_holes)
-            attention = self.backend.make(self.model.config, setting)
+            sizes = self.attention_sizes(layer_group, admitted, positions, after, cache.has_holes)
+            attention = self.backend.make(self.model.config, sizes)
             groups.append(KVGroup(layer_group, cache, attention))
         return tuple(groups)
 

@@ -73,8 +73,8 @@ BACKENDS = {
     ),
     "pages": Backend(
         Capabilities(capturable=True, scratch=True),
-        lambda _, setting: PagedAttention(
-            setting.layers, setting.draft_block, setting.scratch, plain_kernel, setting.holes
+        lambda _, sizes: PagedAttention(
+            sizes.layers, sizes.draft_block, sizes.scratch, plain_kernel, sizes.holes
         ),
     ),
 }
@@ -220,9 +220,9 @@ def test_a_step_takes_no_more_than_was_reserved(
             "pages",
             Backend(
                 Capabilities(scratch=True),
-                lambda _, setting: PagedAttention(
-                    setting.layers, setting.draft_block, setting.scratch,
-                    lambda q, *_: torch.empty_like(q), setting.holes,
+                lambda _, sizes: PagedAttention(
+                    sizes.layers, sizes.draft_block, sizes.scratch,
+                    lambda q, *_: torch.empty_like(q), sizes.holes,
                 ),
             ),
         )  # fmt: skip
