@@ -33,8 +33,8 @@ class Recorder(Protocol):
     """
 
     def record(self, runs: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
-        """In the order of `runs`. Raises an error of its own if one cannot be repeated without the
-        host."""
+        """Return a function for each of `runs`, in their order. Raises an error of its own if one
+        of them cannot be repeated without the host."""
 
 
 class Key(NamedTuple):
@@ -44,7 +44,7 @@ class Key(NamedTuple):
     columns: int
 
 
-def column_buckets(columns: int) -> tuple[int, ...]:
+def default_column_buckets(columns: int) -> tuple[int, ...]:
     """Numbers of table columns to record, up to `columns`. The last one is at least twice the one
     before: what SGLang adds to a context length is not worth a recording."""
     buckets = []
@@ -55,7 +55,7 @@ def column_buckets(columns: int) -> tuple[int, ...]:
     return (*buckets, columns)
 
 
-def batch_buckets(most: int) -> tuple[int, ...]:
+def default_batch_buckets(most: int) -> tuple[int, ...]:
     """Batch sizes to record where SGLang names none: powers of two up to `most`, and `most`."""
     sizes = [1 << i for i in range(most.bit_length()) if 1 << i < most]
     return (*sizes, most)
@@ -75,48 +75,50 @@ class GraphedDrafter:
         drafter: Drafter,
         recorder: Recorder,
         req_to_token: Tensor,
-        buckets: Sequence[int],
-        widths: Sequence[int] = (),
+        batch_buckets: Sequence[int],
+        column_buckets: Sequence[int] = (),
     ) -> None:
         """Records every step.
 
         Args:
             req_to_token: int32 `[rows, positions]`, of all requests to come (see `RequestSlots`).
-            buckets: batch sizes.
-            widths: numbers of table columns; by default those of `column_buckets`, or one if no
-                layer reads the whole context.
+            batch_buckets: batch sizes.
+            column_buckets: numbers of table columns; by default those of `default_column_buckets`,
+                or one if no layer reads the whole context.
         """
         self._drafter, self._table = drafter, req_to_token
         self.groups: Sequence[KVGroup] = drafter.groups
         self.counters = drafter.counters
-        self._buckets = tuple(sorted(set(buckets)))
+        self._batch_buckets = tuple(sorted(set(batch_buckets)))
         positions = req_to_token.shape[1]
         self._is_bounded = all(group.reach.is_bounded for group in drafter.groups)
         if self._is_bounded:
-            widths = (max(group.reach.of(positions) for group in drafter.groups),)
-        self._widths = tuple(sorted(set(widths or column_buckets(positions))))
+            column_buckets = (max(group.reach.of(positions) for group in drafter.groups),)
+        self._column_buckets = tuple(
+            sorted(set(column_buckets or default_column_buckets(positions)))
+        )
         self.replays = {"propose": 0, "commit": 0}
         self.eager = 0
-        self._static = _Static(drafter, self._buckets[-1])
+        self._buffers = _Buffers(drafter, self._batch_buckets[-1])
         # The largest first: smaller ones reuse its memory.
         keys = [
             Key(requests, columns)
-            for requests in reversed(self._buckets)
-            for columns in (*reversed(self._widths), 0)
+            for requests in reversed(self._batch_buckets)
+            for columns in (*reversed(self._column_buckets), 0)
         ]
         runs = [partial(self._propose if key.columns else self._commit, key) for key in keys]
         self._graphs = dict(zip(keys, recorder.record(runs), strict=True))
 
     @property
-    def static_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
         """Bytes of the buffers that recordings read and write."""
-        return self._static.nbytes
+        return self._buffers.nbytes
 
     def describe(self) -> dict[str, object]:
         return {
-            "draft_graph_batch_sizes": list(self._buckets),
-            "draft_graph_columns": list(self._widths),
-            "draft_graph_buffer_bytes": self.static_bytes,
+            "draft_graph_batch_sizes": list(self._batch_buckets),
+            "draft_graph_columns": list(self._column_buckets),
+            "draft_graph_buffer_bytes": self.buffer_bytes,
         }
 
     def report(self) -> dict[str, int]:
@@ -129,16 +131,24 @@ class GraphedDrafter:
     # -- what is recorded ----------------------------------------------------------------------
 
     def _propose(self, key: Key) -> None:
-        s, n = self._static, key.requests
+        buffers, count = self._buffers, key.requests
         # A window reads no more columns than it has, however long the request.
         longest = self._table.shape[1] if self._is_bounded else key.columns
-        requests = RequestSlots(self._table, s.rows[:n], s.seq_lens[:n], longest)
-        noise = BlockNoise(s.seeds[:n], s.temperatures[:n], s.seq_lens[:n])
-        s.ids[:, :n].copy_(self._drafter.propose(s.bonus[:n], requests, noise))
+        requests = RequestSlots(
+            self._table, buffers.rows[:count], buffers.seq_lens[:count], longest
+        )
+        noise = BlockNoise(buffers.seeds[:count], buffers.temperatures[:count], requests.seq_lens)
+        drafted = self._drafter.propose(buffers.bonus[:count], requests, noise)
+        buffers.ids[:, :count].copy_(drafted)
 
     def _commit(self, key: Key) -> None:
-        s, n = self._static, key.requests * self._drafter.verify_block
-        self._drafter.absorb(s.hidden[:n], s.positions[:n], s.slots[:n], committed=s.committed[:n])
+        buffers, count = self._buffers, key.requests * self._drafter.verify_block
+        self._drafter.absorb(
+            buffers.hidden[:count],
+            buffers.positions[:count],
+            buffers.slots[:count],
+            committed=buffers.committed[:count],
+        )
 
     # -- replays -------------------------------------------------------------------------------
 
@@ -154,10 +164,10 @@ class GraphedDrafter:
         if key is None:
             self.eager += 1
             return self._drafter.propose(bonus, requests, noise, width)
-        self._static.set_proposal(key.requests, bonus, requests, noise)
+        self._buffers.set_proposal(key.requests, bonus, requests, noise)
         self._graphs[key]()
         self.replays["propose"] += 1
-        ids = self._static.ids[:, : len(bonus)]
+        ids = self._buffers.ids[:, : len(bonus)]
         # The next replay overwrites them.
         return (ids if noise is not None else ids[LIKELIEST]).clone()
 
@@ -176,26 +186,26 @@ class GraphedDrafter:
             self._drafter.absorb(target_hidden, positions, slots, committed, writes)
             return
         tokens = key.requests * self._drafter.verify_block
-        self._static.set_commit(tokens, target_hidden, positions, slots, committed)
+        self._buffers.set_commit(tokens, target_hidden, positions, slots, committed)
         self._graphs[key]()
         self.replays["commit"] += 1
 
-    def _key_of_proposal(self, requests: int, slots: RequestSlots) -> Key | None:
-        if slots.req_to_token.data_ptr() != self._table.data_ptr():
+    def _key_of_proposal(self, count: int, requests: RequestSlots) -> Key | None:
+        if requests.req_to_token.data_ptr() != self._table.data_ptr():
             raise ValueError("req_to_token is not the table that the recordings read")
-        size = _next(self._buckets, requests)
-        columns = _next(self._widths, self._drafter.columns(slots))
+        size = _next(self._batch_buckets, count)
+        columns = _next(self._column_buckets, self._drafter.columns(requests))
         if size is None or columns is None:
             return None
         return Key(size, columns)
 
     def _key_of_commit(self, tokens: int) -> Key | None:
         """Return the key of a commit of a whole batch's tokens."""
-        size = _next(self._buckets, -(-tokens // self._drafter.verify_block))
+        size = _next(self._batch_buckets, -(-tokens // self._drafter.verify_block))
         return None if size is None else Key(size, 0)
 
 
-class _Static:
+class _Buffers:
     """The buffers that recordings read and write, for batches of up to R requests."""
 
     def __init__(self, drafter: Drafter, requests: int) -> None:

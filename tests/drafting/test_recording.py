@@ -12,7 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.graphs import GraphedDrafter, batch_buckets, column_buckets
+from sglang_dflash.drafting.graphs import (
+    GraphedDrafter,
+    default_batch_buckets,
+    default_column_buckets,
+)
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise
 from sglang_dflash.drafting.options import Options
@@ -237,11 +241,12 @@ def test_without_a_window_the_next_wider_table_is_replayed(raw: dict[str, Any]) 
 
 
 def test_buckets() -> None:
-    assert batch_buckets(1) == (1,) and batch_buckets(6) == (1, 2, 4, 6)
-    assert batch_buckets(8) == (1, 2, 4, 8)
-    assert column_buckets(500) == (500,) and column_buckets(9000) == (1024, 4096, 9000)
+    assert default_batch_buckets(1) == (1,) and default_batch_buckets(6) == (1, 2, 4, 6)
+    assert default_batch_buckets(8) == (1, 2, 4, 8)
+    assert default_column_buckets(500) == (500,)
+    assert default_column_buckets(9000) == (1024, 4096, 9000)
     # A context of 256K and what SGLang adds to it: not two tables of nearly the same size.
-    assert column_buckets(262176) == (1024, 4096, 16384, 65536, 262176)
+    assert default_column_buckets(262176) == (1024, 4096, 16384, 65536, 262176)
 
 
 def test_another_table_is_refused() -> None:

@@ -39,7 +39,7 @@ from sglang_dflash.drafting.attention.backend import AttentionSizes
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.draft_source import DraftSource
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.graphs import GraphedDrafter, column_buckets
+from sglang_dflash.drafting.graphs import GraphedDrafter, default_column_buckets
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
@@ -212,7 +212,9 @@ def compiled_for(draft: str, ranks: int) -> int:
         attention = TritonAttention(config, sizes, processors=132)
         for layer in {of: i for i, of in enumerate(layer_group.attentions)}.values():
             with watched() as found:
-                for count, positions in itertools.product(RECORDED, column_buckets(POSITIONS)):
+                for count, positions in itertools.product(
+                    RECORDED, default_column_buckets(POSITIONS)
+                ):
                     columns = layer_group.reach.of(positions)
                     entries = torch.zeros(count, columns, dtype=torch.int32)
                     attention.prepare(kv, ContextTable(entries, torch.zeros(count).long()))

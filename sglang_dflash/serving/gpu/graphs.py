@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.drafter import Drafter, Proposer
-from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder, batch_buckets
+from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder, default_batch_buckets
 from sglang_dflash.drafting.self_check import check_recording
 
 logger = Log(__name__)
@@ -157,5 +157,5 @@ def captured_sizes(most: int) -> tuple[int, ...]:
     config = graph.cuda_graph_config
     sizes = graph.cuda_graph_bs_decode or (config.decode.bs if config is not None else None)
     if not sizes:
-        return batch_buckets(most)
+        return default_batch_buckets(most)
     return tuple(sorted({min(n, most) for n in sizes}))

@@ -168,7 +168,7 @@ def test_what_is_kept_is_what_was_reserved(
     slots_of = torch.zeros(RUNNING + 1, POSITIONS, dtype=torch.int32)
     if backend == "torch":
         graphed = GraphedDrafter(drafter, OpRecorder(), slots_of, (1, 4), (64,))
-        assert needed.graph_buffers == graphed.static_bytes
+        assert needed.graph_buffers == graphed.buffer_bytes
     assert needs(plan).graph_buffers == 0
 
 
