@@ -27,6 +27,7 @@ class DraftCounts(NamedTuple):
     nonfinite: int = 0
     context_sought: int = 0
     context_found: int = 0
+    # In this order, for `DraftCounters.by_source`.
     drafted_steps: int = 0
     drafted_accepted: int = 0
     lookup_steps: int = 0
@@ -57,35 +58,40 @@ class DraftCounters:
     def __init__(self, device: torch.device | str, pinned: bool | None = None) -> None:
         """`pinned`: whether the host's copy is in pinned memory; by default if there is a GPU."""
         self.device = device = torch.device(device)
-        self._device = torch.zeros(len(DraftCounts._fields), dtype=torch.int64, device=device)
-        host = torch.zeros(len(self._device), dtype=torch.int64)
+        self._totals = torch.zeros(len(DraftCounts._fields), dtype=torch.int64, device=device)
+        host = torch.zeros(len(self._totals), dtype=torch.int64)
         if pinned is None:
             pinned = device.type == "cuda" and torch.cuda.is_available()
         self._host = host.pin_memory() if pinned else host
 
     def add_nonfinite(self, mask: Tensor) -> None:
         """Count the True elements of a bool mask."""
-        self._device[0].add_(mask.sum())
+        self._total("nonfinite").add_(mask.sum())
 
     def add_context(self, table: ContextTable) -> None:
         """Count the tokens of a step's table, and those whose K/V it has."""
         entries, seq_lens = table
-        self._device[1].add_(seq_lens.clamp(max=entries.shape[1]).sum())
-        self._device[2].add_((entries >= 0).sum())
+        self._total("context_sought").add_(seq_lens.clamp(max=entries.shape[1]).sum())
+        self._total("context_found").add_((entries >= 0).sum())
 
     @property
     def by_source(self) -> Tensor:
         """Steps of a request and their accepted drafts, int64 `[2, 2]`, for `DraftSource.learn` to
         add to: a row for the draft, and one for lookup."""
-        return self._device[3:].view(2, 2)
+        first = DraftCounts._fields.index("drafted_steps")
+        return self._totals[first : first + 4].view(2, 2)
+
+    def _total(self, name: str) -> Tensor:
+        """The total on the device that is this field of `DraftCounts`."""
+        return self._totals[DraftCounts._fields.index(name)]
 
     def clear(self) -> None:
         """Start again at zero."""
-        self._device.zero_()
+        self._totals.zero_()
 
     def send(self) -> None:
         """Start the copy to the host. It is complete when the device is done with this step."""
-        self._host.copy_(self._device, non_blocking=True)
+        self._host.copy_(self._totals, non_blocking=True)
 
     def read(self) -> DraftCounts:
         """The counts of a step that the device has finished, the newest or one shortly before."""
