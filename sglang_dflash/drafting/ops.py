@@ -114,15 +114,14 @@ class TorchOps:
         """Write context K, with RMSNorm and RoPE, and V of all layers into cache entries.
 
         Args:
-            cache: `[S, L, 2, G, D]`, the entries; the last one is spare. Values beyond float8's
-                range become its largest number.
+            cache: `[S, L, 2, G, D]`, the entries; the last one is the spare entry
+                (`DraftKVCache`). Values beyond float8's range become its largest number.
             kv: `[N, L, 2, G, D]`, projected K and V.
             entries: int64 `[N]`, distinct. For a token with -1, nothing but the spare entry may
                 change.
             positions: int64 `[N]`.
             k_weights: `[L, D]`, of the norms.
         """
-        # -1 is the spare entry.
         store_(cache, entries, norm_rope_context(kv, positions, k_weights, rotary, eps))
 
     def convolve(

@@ -33,7 +33,8 @@ class DraftAttention(Protocol):
         """Take what all layers of a step share.
 
         Args:
-            kv: the draft KV cache's entries `[S, L, 2, G, D]`; the last one is spare.
+            kv: the draft KV cache's entries `[S, L, 2, G, D]`; the last one is the spare entry
+                (`DraftKVCache`).
             table: which of them each request reads. Takes effect in `attend`, which reads the
                 cache.
         """

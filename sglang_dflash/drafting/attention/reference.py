@@ -119,7 +119,7 @@ class _Whole:
 
 
 def _rows(entries: Tensor, depth: int, rows: int) -> Tensor:
-    """Rows int64 of the first layer in K/V `[S * L, ...]`: of the last entry, spare, for -1."""
+    """Rows int64 of the first layer in K/V `[S * L, ...]`: of the spare entry for -1."""
     return (entries.long() * depth).remainder(rows)
 
 

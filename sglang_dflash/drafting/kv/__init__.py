@@ -43,10 +43,12 @@ class DraftKVCache:
     head dim. Target slots are int64. No method but `live_share` reads a device value on the host.
 
     Attributes:
-        num_entries: entries, without the padding one.
-        kv: `[num_entries + 1 + scratch, L, 2, G, D]`, always finite. The entry after the last one
-            is padding; scratch entries are for an attention backend. Writes of dead tokens go to
-            the last of all.
+        num_entries: entries that tokens may have.
+        kv: `[num_entries + 1 + scratch, L, 2, G, D]`, always finite. Number `num_entries` is the
+            *padding entry*: tags name it for slots without draft K/V. After it are scratch entries,
+            for an attention backend. The last of all, number -1, is the *spare entry*: what is
+            written for tokens that are not to be stored goes there. Without scratch entries it is
+            the padding entry. No request sees what is written there.
         tags: for the table of a step, which marks what it finds as in use; None if every token has
             draft K/V, at its target slot.
     """
@@ -64,8 +66,7 @@ class DraftKVCache:
         """`kv_shape`: K/V of one token, `(L, 2, G, D)`; `scratch`: more entries at the end."""
         self.num_entries = num_entries
         # Finite from the start: a masked entry still takes part in 0 times NaN.
-        spare = 1 + scratch
-        self.kv = torch.zeros(num_entries + spare, *kv_shape, dtype=dtype, device=device)
+        self.kv = torch.zeros(num_entries + 1 + scratch, *kv_shape, dtype=dtype, device=device)
 
     @property
     def has_holes(self) -> bool:
@@ -130,7 +131,7 @@ def store_(cache: Tensor, entries: Tensor, kv: Tensor) -> None:
 
     Args:
         cache: `[S, L, 2, G, D]`.
-        entries: int64 `[N]`; -1 is a spare one.
+        entries: int64 `[N]`; -1 is the spare entry (`DraftKVCache`).
         kv: `[N, L, 2, G, D]`, any float dtype.
     """
     if cache.dtype.itemsize > 1:
