@@ -33,8 +33,8 @@ class Reach:
     """The committed tokens that a request's drafts read: the first `sinks`, and the last `tokens`,
     or all.
 
-    Whoever counts, chooses, sends or keeps these tokens asks `tail`, itself or through `parts`:
-    the edge of a window is told nowhere else.
+    Whoever counts, chooses, sends or keeps these tokens asks `tail`, itself or through `parts`.
+    Only the kernels `context_table` and `block_attention` compute the edge of a window themselves.
     """
 
     tokens: int | None = None

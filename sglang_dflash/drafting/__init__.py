@@ -1,1 +1,2 @@
-"""The drafter, engine-agnostic: torch, safetensors and the standard library, nothing else."""
+"""The drafter, without an engine. Beside torch it needs safetensors and Transformers, and
+compressed-tensors for weights in its packed format."""
