@@ -221,8 +221,8 @@ class TorchOps:
         """
         columns = torch.arange(logits.shape[1], device=logits.device) + first_id
         ids = columns if token_ids is None else token_ids[columns]
-        by_request = logits.unflatten(0, (len(noise.seeds), -1))
-        scores = noise.scores(by_request, ids, scale=scale).flatten(0, 1)
+        of_requests = logits.unflatten(0, (len(noise.seeds), -1))
+        scores = noise.scores(of_requests, ids, scale=scale).flatten(0, 1)
         best, index = torch.stack((logits.float(), scores)).max(-1)
         return best, index + first_id
 

@@ -99,14 +99,12 @@ class ArgmaxHead:
     def _gaps(
         self, hidden: Tensor, _bonus: Tensor, ids: Tensor, noise: BlockNoise | None
     ) -> tuple[Tensor, Tensor]:
-        logits, first_id = (
-            self.target.logits(hidden[:, 1:].flatten(0, 1)).float(),
-            self.target.first_id,
-        )
+        logits = self.target.logits(hidden[:, 1:].flatten(0, 1)).float()
+        first_id = self.target.first_id
         if noise is not None:
             tokens = self.target.tokens(torch.arange(logits.shape[1], device=ids.device) + first_id)
-            by_request = logits.unflatten(0, (len(ids), -1))
-            logits = noise.scores(by_request, tokens, scale=self.scale).flatten(0, 1)
+            of_requests = logits.unflatten(0, (len(ids), -1))
+            logits = noise.scores(of_requests, tokens, scale=self.scale).flatten(0, 1)
         columns = self.target.columns(ids.flatten()) - first_id
         taken = taken_of_shards(logits, columns, self.tp)
         parts = torch.stack((logits.amax(1), logits.abs().amax(1)))
