@@ -65,7 +65,7 @@ def _gates(p_a, p_b, b_rate, b_shift):
 @triton.jit
 def fold_kernel(
     p_states, p_window, p_inputs, p_a, p_b,
-    p_rows, p_source, p_target, p_lengths, p_checkpoints, p_steps,
+    p_rows, p_before, p_after, p_lengths, p_checkpoints, p_steps,
     p_weight, p_bias, p_a_log, p_dt_bias, s_states_l, s_states_s,
     s_window_l, s_window_r, s_window_c, s_window_w,
     s_inputs_l, s_inputs_r, s_inputs_t, s_inputs_c,
@@ -78,8 +78,8 @@ def fold_kernel(
     i_n, i_l = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_hv = tl.program_id(2).to(tl.int64)
     i_h, i_v = i_hv // tl.cdiv(V, BLOCK_V), i_hv % tl.cdiv(V, BLOCK_V)
-    i_target = tl.load(p_target + i_n)
-    if i_target < 0:
+    i_after = tl.load(p_after + i_n)
+    if i_after < 0:
         return
     i_r = tl.load(p_rows + i_n)
     o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -98,7 +98,7 @@ def fold_kernel(
     o_gate = i_l * s_gate_l + i_r * s_gate_r + i_h
     o_state = i_l * s_states_l + i_h * V * K + o_v[:, None] * K + o_k[None, :]
     m_state = m_v[:, None] & m_k[None, :]
-    p_old = p_states + tl.load(p_source + i_n) * s_states_s + o_state
+    p_old = p_states + tl.load(p_before + i_n) * s_states_s + o_state
     b_state = tl.load(p_old, mask=m_state, other=0.0).to(tl.float32)
     b_rate = -tl.exp(tl.load(p_a_log + i_l * HV + i_h).to(tl.float32))
     b_shift = tl.load(p_dt_bias + i_l * HV + i_h).to(tl.float32)
@@ -121,21 +121,21 @@ def fold_kernel(
         if HAS_CHECKPOINTS:  # noqa: SIM102 (it is decided when the kernel is compiled)
             if i_t + 1 == i_due:
                 tl.store(p_checkpoint + o_state, b_state, mask=m_state)
-    tl.store(p_states + i_target * s_states_s + o_state, b_state, mask=m_state)
+    tl.store(p_states + i_after * s_states_s + o_state, b_state, mask=m_state)
 
 
 @triton.heuristics({"HAS_CHECKPOINTS": lambda args: args["p_checkpoints"] is not None})
 @triton.jit
 def move_windows_kernel(
-    p_pool, p_windows, p_rows, p_target, p_lengths, p_checkpoints, p_steps,
+    p_pool, p_windows, p_rows, p_after, p_lengths, p_checkpoints, p_steps,
     s_pool_l, s_pool_s, s_pool_c, s_pool_w,
     s_windows_l, s_windows_r, s_windows_t, s_windows_c, s_windows_w,
     C, HISTORY: tl.constexpr, BLOCK: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr,
 ):  # fmt: skip
     """One program per row, layer and BLOCK channels."""
     i_n, i_l = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    i_target = tl.load(p_target + i_n)
-    if i_target < 0:
+    i_after = tl.load(p_after + i_n)
+    if i_after < 0:
         return
     o_c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     m_c = o_c < C
@@ -144,7 +144,7 @@ def move_windows_kernel(
     p_from = p_windows + (tl.load(p_lengths + i_n) - 1) * s_windows_t
     for i_w in tl.static_range(HISTORY):
         b_input = tl.load(p_from + i_w * s_windows_w, mask=m_c)
-        tl.store(p_pool + i_target * s_pool_s + i_w * s_pool_w, b_input, mask=m_c)
+        tl.store(p_pool + i_after * s_pool_s + i_w * s_pool_w, b_input, mask=m_c)
     if HAS_CHECKPOINTS:
         i_checkpoint = tl.load(p_checkpoints + i_n)
         if i_checkpoint >= 0:

@@ -74,14 +74,14 @@ def test_every_accepted_length_gives_the_state_of_that_many_steps() -> None:
             b=torch.randn(DEPTH, count, BLOCK, VALUE_HEADS),
         )
         before = torch.randn(DEPTH, 2 * count, VALUE_HEADS, VALUE_DIM, KEY_DIM)
-        states, rows, source = before.clone(), lengths.flip(0), 2 * lengths
+        states, rows, slots_before = before.clone(), lengths.flip(0), 2 * lengths
         # Even lengths in place, odd ones into another slot.
-        target = source + lengths % 2
+        slots_after = slots_before + lengths % 2
         # One row is skipped.
-        target[3] = -1
-        fold_(layers, states, kept, Moves(rows, source, target, lengths))
+        slots_after[3] = -1
+        fold_(layers, states, kept, Moves(rows, slots_before, slots_after, lengths))
         for length, row, at, to in zip(
-            *(t.tolist() for t in (lengths, rows, source, target)), strict=True
+            *(t.tolist() for t in (lengths, rows, slots_before, slots_after)), strict=True
         ):
             for i in range(DEPTH) if to >= 0 else ():
                 expected, history = before[i, at].clone(), kept.window[i, row].clone()
@@ -90,7 +90,7 @@ def test_every_accepted_length_gives_the_state_of_that_many_steps() -> None:
                     one_token(layers, i, history, x, a, b, expected)
                 # float32, five tokens: only the order of sums differs.
                 torch.testing.assert_close(states[i, to], expected, atol=3e-5, rtol=3e-5)
-        untouched = [i for i in range(2 * count) if i not in target.tolist()]
+        untouched = [i for i in range(2 * count) if i not in slots_after.tolist()]
         assert torch.equal(states[:, untouched], before[:, untouched])
         # Length 0, in place.
         assert torch.equal(states[:, 0], before[:, 0])

@@ -53,10 +53,10 @@ TABLE = Path(__file__).with_name("registers.json")
 # Pointers that are neither to floats nor to int64.
 INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner", "p_texts"}
 BOOL = {"p_in_use", "p_taken", "p_looks_up"}
-INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_source",
-         "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_seeds", "p_tokens", "p_keys",
-         "p_columns", "p_matches", "p_drafted", "p_followed", "p_classes", "p_class_of_length",
-         "p_counts"}  # fmt: skip
+INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_before",
+         "p_after", "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_seeds", "p_tokens",
+         "p_keys", "p_columns", "p_matches", "p_drafted", "p_followed", "p_classes",
+         "p_class_of_length", "p_counts"}  # fmt: skip
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
 FLOAT32 = {"p_best", "p_temperatures", "p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log",
            "p_totals"}  # fmt: skip

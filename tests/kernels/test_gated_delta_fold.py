@@ -55,12 +55,13 @@ def test_the_kernel_is_its_twin(name: str, dtype: torch.dtype, bias: bool) -> No
     slots = 3 * count + 1
     states = torch.randn(depth, slots, value_heads, value_dim, key_dim, device=DEVICE)
     rows, lengths = torch.arange(count, device=DEVICE).flip(0), torch.arange(count, device=DEVICE)
-    source, target = 2 * lengths + 1, torch.where(lengths % 2 == 0, 2 * lengths, 2 * lengths + 1)
+    before = 2 * lengths + 1
+    after = torch.where(lengths % 2 == 0, 2 * lengths, before)
     # One row is skipped. The last two have a checkpoint: in the block, and at its end.
-    target[2] = -1
+    after[2] = -1
     checkpoints = (slots - lengths.flip(0) - 1).where(lengths >= count - 2, -1)
     steps = (lengths - (lengths == count - 2).long()).clamp(min=1)
-    moves = replay.Moves(rows, source, target, lengths, checkpoints, steps)
+    moves = replay.Moves(rows, before, after, lengths, checkpoints, steps)
     a, b = (some(count, block, value_heads) * 4 for _ in range(2))
     inputs = some(count, channels, block).transpose(2, 3)
     kept = replay.VerifyInputs(some(count, channels, width - 1), inputs, a, b)
@@ -74,7 +75,7 @@ def test_the_kernel_is_its_twin(name: str, dtype: torch.dtype, bias: bool) -> No
     # 2^-8 of its value.
     tolerance = 3e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
-    untouched = set(range(slots)) - {*target.tolist(), *checkpoints.tolist()}
+    untouched = set(range(slots)) - {*after.tolist(), *checkpoints.tolist()}
     assert torch.equal(got[:, sorted(untouched)], states[:, sorted(untouched)])
     # Length 0, from slot 1 to slot 0.
     assert torch.equal(got[:, 0], states[:, 1])
@@ -97,11 +98,11 @@ def test_windows_are_moved_as_by_the_twin(channels_last: bool) -> None:
     inputs = torch.randn(depth, count, channels, block + kept, device=DEVICE).bfloat16()
     windows = inputs.unfold(3, kept, 1)[:, :, :, 1:].permute(0, 1, 3, 2, 4)
     rows = torch.arange(count, device=DEVICE).flip(0)
-    target, lengths, checkpoints, steps = (
+    after, lengths, checkpoints, steps = (
         torch.tensor(x, device=DEVICE)
         for x in ([5, -1, 2, 0], [3, 2, 1, 3], [-1, 7, 8, 6], [0, 1, 1, 2])
     )
-    moves = replay.Moves(rows, target, target, lengths, checkpoints, steps)
+    moves = replay.Moves(rows, after, after, lengths, checkpoints, steps)
     for given in (moves, moves._replace(checkpoints=None, steps=None)):
         got, expected = pool.clone(), pool.clone()
         with counted_bytes() as bytes_:
@@ -109,7 +110,7 @@ def test_windows_are_moved_as_by_the_twin(channels_last: bool) -> None:
         replay.move_windows_(expected, windows, given)
         assert torch.equal(got, expected) and not torch.equal(got, pool)
         due = None if given.steps is None else 2
-        # The skipped row reads its target.
+        # The skipped row reads its slot after.
         skipped = gated_delta_fold.Traffic(depth * 8 * 2, 0)
         bytes_.check(gated_delta_fold.window_traffic(pool, 3, due) + skipped)
 

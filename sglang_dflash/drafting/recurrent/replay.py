@@ -65,13 +65,13 @@ class VerifyInputs(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Moves of the recurrent states of N blocks, in all layers. Rows with a negative target are
-    skipped.
+    """Moves of the recurrent states of N blocks, in all layers. A row whose slot after is negative
+    is skipped.
 
     Attributes:
         rows: int64 `[N]`, the blocks.
-        source, target: int64 `[N]`, slots of the states before and after. No target may be the
-            source or target of another row.
+        slots_before, slots_after: int64 `[N]`, of the states. No slot after may be a slot of
+            another row.
         lengths: int64 `[N]`, accepted tokens, up to B.
         checkpoints: int64 `[N]`, slots of the states after the first `steps` tokens; negative for
             none, as in all rows if this is None.
@@ -79,20 +79,20 @@ class Moves(NamedTuple):
     """
 
     rows: Tensor
-    source: Tensor
-    target: Tensor
+    slots_before: Tensor
+    slots_after: Tensor
     lengths: Tensor
     checkpoints: Tensor | None = None
     steps: Tensor | None = None
 
     def parts(self) -> Iterator[Moves]:
-        """Yield the moves to checkpoints, then to targets, of the rows that are not skipped."""
-        has_target = self.target >= 0
+        """Yield the moves to checkpoints, then to the slots after, of rows that are not skipped."""
+        moves = self.slots_after >= 0
         if self.checkpoints is not None and self.steps is not None:
-            due = has_target & (self.checkpoints >= 0)
-            every = (self.rows, self.source, self.checkpoints, self.steps)
+            due = moves & (self.checkpoints >= 0)
+            every = (self.rows, self.slots_before, self.checkpoints, self.steps)
             yield Moves(*(x[due] for x in every))
-        yield Moves(*(x[has_target] for x in self[:4]))
+        yield Moves(*(x[moves] for x in self[:4]))
 
 
 def fold_(layers: RecurrentLayers, states: Tensor, verified: VerifyInputs, moves: Moves) -> None:
@@ -115,13 +115,13 @@ def move_windows_(pool: Tensor, windows: Tensor, moves: Moves) -> None:
         windows: `[L, R, B, C, W - 1]`, the last inputs after every block position.
     """
     for part in moves.parts():
-        pool[:, part.target] = windows[:, part.rows, part.lengths - 1]
+        pool[:, part.slots_after] = windows[:, part.rows, part.lengths - 1]
 
 
 def _fold_part_(
     layers: RecurrentLayers, states: Tensor, verified: VerifyInputs, part: Moves
 ) -> None:
-    rows, source, target, lengths = part[:4]
+    rows, slots_before, slots_after, lengths = part[:4]
     window, inputs, a, b = (x[:, rows] for x in verified)
     block, keys = inputs.shape[2], layers.key_heads * layers.key_dim
     k, v = _keys_and_values(layers, window[:, :, keys:], inputs[..., keys:])
@@ -131,13 +131,13 @@ def _fold_part_(
     # Log decay since the block's start, [L, N, HV, B, 1].
     total = g.masked_fill(rejected, 0.0).transpose(2, 3).cumsum(-1)[..., None]
     beta = beta.masked_fill(rejected, 0.0).transpose(2, 3)[..., None]
-    now = states[:, source].float()
+    now = states[:, slots_before].float()
     writes, _ = _writes(k, v, total, beta, now)
     end = total[..., -1:, :]
     now.mul_(end.exp()).flatten(0, 2).baddbmm_(
         writes.flatten(0, 2).transpose(1, 2), (k * (end - total).exp()).flatten(0, 2)
     )
-    states[:, target] = now.to(states.dtype)
+    states[:, slots_after] = now.to(states.dtype)
 
 
 def block_outputs(
