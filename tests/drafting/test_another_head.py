@@ -144,12 +144,12 @@ RAW = raw_config(**OWN)
 
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(described, "HEADS", (*described.HEADS, BigramConfig))
-    monkeypatch.setattr(heads, "HEADS", {**heads.HEADS, BigramConfig: BigramModule})
+    monkeypatch.setattr(described, "HEAD_CONFIGS", (*described.HEAD_CONFIGS, BigramConfig))
+    monkeypatch.setattr(heads, "HEAD_MODULES", {**heads.HEAD_MODULES, BigramConfig: BigramModule})
 
 
 def test_every_head_that_is_read_has_a_network() -> None:
-    assert set(described.HEADS) == heads.HEADS.keys()
+    assert set(described.HEAD_CONFIGS) == heads.HEAD_MODULES.keys()
 
 
 def test_without_the_lists_it_is_another_workers_draft() -> None:

@@ -13,7 +13,8 @@ from sglang_dflash.drafting.heads.plain import HeadModule
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
 
-HEADS: Mapping[type[HeadConfig], type[HeadModule]] = {
+# The network of each of `HEAD_CONFIGS`.
+HEAD_MODULES: Mapping[type[HeadConfig], type[HeadModule]] = {
     HeadConfig: HeadModule,
     DFlash2Config: DFlash2Module,
 }
@@ -21,4 +22,4 @@ HEADS: Mapping[type[HeadConfig], type[HeadModule]] = {
 
 def head_module(config: DraftConfig, tp: TensorParallel, ops: TorchOps) -> HeadModule:
     """The head's part of a draft network."""
-    return HEADS[type(config.head)](config, tp, ops)
+    return HEAD_MODULES[type(config.head)](config, tp, ops)
