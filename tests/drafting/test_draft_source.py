@@ -115,8 +115,9 @@ def test_the_better_source_is_found_whichever_is_verified() -> None:
             for of, chance in enumerate(both):
                 length = sum(chance ** (k + 1) for k in range(5))
                 assert math.isclose(expected[of, name].item(), length, rel_tol=0.25), (always, of)
-        taken = source.prefers_lookup(torch.tensor(list(chances)), 5)
-        assert taken.tolist() == [False, True, False]
+        assert source.prefers_lookup(torch.tensor(list(chances)), 5).tolist() == [
+            False, True, False,
+        ]  # fmt: skip
 
 
 def test_a_narrow_step_counts_its_own_positions() -> None:

@@ -7,6 +7,7 @@ writes it, and `tests/serving/start/test_server_flags.py` compares both parsers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +112,7 @@ def after_program(words: Sequence[str]) -> list[str]:
 
 def _is_serve(command: Sequence[str]) -> bool:
     """Return whether `sglang serve` is part of it."""
-    pairs = zip(command, command[1:], strict=False)
+    pairs = itertools.pairwise(command)
     return any(Path(program).name == "sglang" and verb == "serve" for program, verb in pairs)
 
 
@@ -135,7 +136,7 @@ def settings_of(command: Sequence[str]) -> dict[str, Any]:
     flag_parser = parser()
     typed = after_program(command)
     if _is_serve(command) and not any(word.partition("=")[0] in TARGET_FLAGS for word in typed):
-        required = "missing; --model-path names the target, and `sglang serve` reads it from no file"
+        required = "missing; --model-path names the target; `sglang serve` reads it from no file"
         raise ConfigError(COMMAND, required=required)
     words = with_file(typed, rows())
     namespace, others = flag_parser.parse_known_args(words)
