@@ -96,13 +96,14 @@ class TargetForwardByWidth(TargetForward):
         self._make()
 
     def _make(self) -> None:
-        # Not kept alive: SGLang frees them before it captures others.
-        self._block_graphs = _reference(self._runner.decode_cuda_graph_runner)
-        # The memory of those before is needed for these.
+        # The memory of those before is needed for these. If they cannot be made, there are none,
+        # and the next step tries again.
         self._narrow: dict[int, _AtWidth] = {}
         self._narrow = {
             width: _make_at(width, self._runner, self._verify_block) for width in self._widths
         }
+        # Not kept alive: SGLang frees them before it captures others.
+        self._block_graphs = _reference(self._runner.decode_cuda_graph_runner)
 
     def is_plain_decoding(self, width: int) -> bool:
         return False
@@ -111,8 +112,10 @@ class TargetForwardByWidth(TargetForward):
         if self._runner.decode_cuda_graph_runner is not self._block_graphs():
             # Captured again: the target has new weights, whose memory may be elsewhere.
             self._make()
-        narrow = self._narrow.get(width)
-        return nullcontext() if narrow is None else self._using(narrow)
+        if width == self._verify_block:
+            return nullcontext()
+        # A width without an entry must not run with the block's backend.
+        return self._using(self._narrow[width])
 
     @contextmanager
     def _using(self, narrow: _AtWidth) -> Iterator[None]:

@@ -26,7 +26,7 @@ from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32 as sglang
 from sglang_dflash.serving.hybrid.rollback import Replay, ReplayOps
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step import penalties as block_penalties
-from sglang_dflash.serving.step import sampling
+from sglang_dflash.serving.step import sampling, target_forward
 from sglang_dflash.serving.step import worker as our_worker
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.penalty_counts import LENGTH, PENALIZERS, count
@@ -131,13 +131,16 @@ def test_the_block_is_read_for_grammars_before_the_target_computes(
     assert order == ["block", "target", "mask"]
 
 
-def test_a_decode_step_of_any_width_waits_for_nothing(gpu: FakeCuda) -> None:
+def test_a_decode_step_of_any_width_waits_for_nothing(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The policy chooses from what the host knows already."""
     policy = AdaptiveWidth((1, 3, 4))
     worker = worker_of(None, "cuda", widths=widths_of(policy))
     runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None)
     worker.target_worker.model_runner = runner
-    worker.target_forward = TargetForwardByWidth(worker.target_worker, (4,))
+    monkeypatch.setattr(target_forward, "_make_at", lambda *_: (None, None))
+    worker.target_forward = TargetForwardByWidth(worker.target_worker, (1, 3, 4))
     worker.drafter.counters = DraftCounters("cuda", pinned=True)
     batches = [decode_of(LENGTHS, "cuda", reqs=[request("a"), request("b")]) for _ in range(24)]
     gpu.crossings.clear()

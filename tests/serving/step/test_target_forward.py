@@ -68,8 +68,10 @@ def _spec(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def override(speculative_num_draft_tokens: int) -> Iterator[None]:
         spec.width = speculative_num_draft_tokens
-        yield
-        spec.width = BLOCK
+        try:
+            yield
+        finally:
+            spec.width = BLOCK
 
     spec.override = override
     for module in (runtime_context, our_batch):
@@ -140,6 +142,33 @@ def test_graphs_are_gone_before_others_are_captured() -> None:
     with forward.at(3):
         assert runner.state == (3, 3)
     assert alive == [0, 0]
+
+
+@pytest.mark.parametrize("width", [1, 3, BLOCK])
+def test_after_a_failed_capture_no_width_has_anothers_backend(width: int) -> None:
+    """Too little memory, and the server goes on: the step that follows captures again."""
+    runner = Runner(True)
+    forward, make = by_width(runner), runner._get_attention_backend
+
+    def make_wide_ones_only() -> Any:
+        if runtime_context.get_spec().width == 1:
+            raise torch.OutOfMemoryError("for width 1")
+        return make()
+
+    runner.decode_cuda_graph_runner = Graphs(runner, runner.attn_backend, BLOCK)
+    runner._get_attention_backend = make_wide_ones_only  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="for width 1"), forward.at(width):
+            pytest.fail(f"a step of width {width} ran with the backend of {runner.state}")
+    runner._get_attention_backend = make  # type: ignore[method-assign]
+    with forward.at(width):
+        assert runner.state == (width, width)
+    assert runner.state == (BLOCK, BLOCK)
+
+
+def test_a_width_that_was_not_made_is_refused() -> None:
+    with pytest.raises(KeyError, match="2"), by_width(Runner(True)).at(2):
+        pytest.fail("it ran with the block's backend")
 
 
 def test_index_buffers_have_room_for_a_step_beyond_the_context() -> None:
