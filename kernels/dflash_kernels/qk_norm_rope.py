@@ -6,6 +6,7 @@ Letters in shapes: N tokens, L layers, H query heads, G kv heads, D head dim, S 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -87,11 +88,17 @@ def qk_norm_rope_kernel(
     tl.store(p_1 + D // 2, b_2.to(p_qkv.dtype.element_ty), mask=m_h)
 
 
+@triton.jit
+def _finite(b, LIMIT: tl.constexpr):
+    """NaN as 0, and others clamped to -LIMIT and LIMIT."""
+    return tl.minimum(tl.maximum(tl.where(b == b, b, 0.0), -LIMIT), LIMIT)
+
+
 @triton.jit(do_not_specialize=["p_entries", "p_positions"])
 def write_context_kernel(
     p_cache, p_kv, p_entries, p_positions, p_k_weight, p_frequencies,
     s_cache_s, s_cache_l, s_kv_n, s_weight, EPS, FACTOR,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """One program per token and layer."""
     i_n, i_l = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -103,15 +110,18 @@ def write_context_kernel(
     p_kv += i_n * s_kv_n + i_l * 2 * G * D + o_g[:, None] * D
     p_cache += i_entry * s_cache_s + i_l * s_cache_l + o_g[:, None] * D
     b_v = tl.load(p_kv + G * D + o_d[None, :], mask=m_g, other=0.0).to(tl.float32)
-    tl.store(p_cache + G * D + o_d[None, :], b_v.to(p_cache.dtype.element_ty), mask=m_g)
+    b_v = _finite(b_v, LIMIT).to(p_cache.dtype.element_ty)
+    tl.store(p_cache + G * D + o_d[None, :], b_v, mask=m_g)
     b_cos, b_sin = _cos_sin(p_positions + i_n, p_frequencies, o_f, FACTOR)
     b_1 = tl.load(p_kv + o_f[None, :], mask=m_g, other=0.0).to(tl.float32)
     b_2 = tl.load(p_kv + D // 2 + o_f[None, :], mask=m_g, other=0.0).to(tl.float32)
     b_w1 = tl.load(p_k_weight + i_l * s_weight + o_f).to(tl.float32)[None, :]
     b_w2 = tl.load(p_k_weight + i_l * s_weight + D // 2 + o_f).to(tl.float32)[None, :]
     b_1, b_2 = _norm_rotate(b_1, b_2, b_w1, b_w2, b_cos, b_sin, EPS, D)
-    tl.store(p_cache + o_f[None, :], b_1.to(p_cache.dtype.element_ty), mask=m_g)
-    tl.store(p_cache + D // 2 + o_f[None, :], b_2.to(p_cache.dtype.element_ty), mask=m_g)
+    b_1 = _finite(b_1, LIMIT).to(p_cache.dtype.element_ty)
+    b_2 = _finite(b_2, LIMIT).to(p_cache.dtype.element_ty)
+    tl.store(p_cache + o_f[None, :], b_1, mask=m_g)
+    tl.store(p_cache + D // 2 + o_f[None, :], b_2, mask=m_g)
 
 
 def qk_norm_rope(
@@ -155,8 +165,8 @@ def write_context(
     """Norm and rotate context keys of all layers, and write K and V into cache entries.
 
     Args:
-        cache: `[S, L, 2, G, D]`, the entries; contiguous but for the first two strides. Values
-            beyond float8's range become its largest number, as torch and GPUs convert them.
+        cache: `[S, L, 2, G, D]`, the entries; contiguous but for the first two strides. What is
+            written is finite: NaN becomes 0, and what is out of range the largest number.
         kv: `[N, L, 2, G, D]`, projected K and V; contiguous but for the first stride.
         entries: int `[N]`, distinct entries; a token with a negative one is skipped.
         positions: int `[N]`, contiguous.
@@ -171,6 +181,7 @@ def write_context(
         cache, kv, entries, positions, k_weights, rotary.frequencies,
         *cache.stride()[:2], kv.stride(0), k_weights.stride(0), eps, rotary.attention_factor,
         G=kv_heads, D=head_dim, BLOCK_G=triton.next_power_of_2(kv_heads),
+        LIMIT=torch.finfo(cache.dtype).max,
     )  # fmt: skip
 
 

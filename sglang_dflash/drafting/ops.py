@@ -115,7 +115,7 @@ class TorchOps:
 
         Args:
             cache: `[S, L, 2, G, D]`, the entries; the last one is the spare entry
-                (`DraftKVCache`). Values beyond float8's range become its largest number.
+                (`DraftKVCache`). What is written is finite: see `store_`.
             kv: `[N, L, 2, G, D]`, projected K and V.
             entries: int64 `[N]`, distinct. For a token with -1, nothing but the spare entry may
                 change.

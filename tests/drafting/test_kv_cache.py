@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -197,7 +199,27 @@ def test_only_a_bounded_cache_leaves_prompt_tokens_out() -> None:
     assert torch.arange(4)[direct.prompt_tokens_to_write(visible, age)].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, *EIGHT_BITS], ids=str
+)
+def test_entries_are_finite(dtype: torch.dtype) -> None:
+    """Whatever is written: a masked entry takes part in 0 times NaN."""
+    cache, limit = DraftKVCache(TARGET_SLOTS, SHAPE, dtype, "cpu"), torch.finfo(dtype).max
+    numbers = torch.tensor([math.nan, math.inf, -math.inf, 1.0, 1e38, 0.0])
+    kv = numbers[:, None, None, None, None].expand(-1, *SHAPE)
+    beyond = min(limit, 1e38)
+    for cast, narrowest in ((torch.float32, limit), (torch.float16, min(limit, 65504.0))):
+        write_kv(cache, torch.arange(6), kv.to(cast))
+        large = min(beyond, narrowest)
+        expected = torch.tensor([0, narrowest, -narrowest, 1, large, 0]).to(dtype)
+        assert torch.equal(cache.kv[:6, 0, 0, 0, 0].float(), expected.float())
+    assert cache.kv.float().isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
 @pytest.mark.parametrize("kind", ["ring", "direct"])
 def test_8_bit_entries_saturate(kind: str, dtype: torch.dtype) -> None:
     """A cast makes infinity of what float8_e5m2 does not hold. It would reach every reader."""

@@ -98,6 +98,37 @@ def test_one_broken_token_is_no_other_requests_problem() -> None:
     assert counts(broken).nonfinite == 1
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_kv_that_overflows_is_no_other_requests_problem(value: float) -> None:
+    """A projection of sound features may overflow. Of request 0, whose last tokens are rejected and
+    so written to the spare entry, which request 1 reads, masked, where its context ends."""
+    slots = torch.arange(2 * TOKENS, dtype=torch.int32).view(2, TOKENS)
+    lengths = torch.tensor([TOKENS - 2, TOKENS - 5])
+    requests = RequestSlots(slots, torch.arange(2), lengths, TOKENS)
+    committed = torch.arange(TOKENS) < lengths[:, None]
+
+    def hidden_states(first: float | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        tested = drafter()
+        hidden = torch.randn(2 * TOKENS, tested.model.config.target_hidden_width)
+        project = tested.model.project_context
+
+        def overflowing(features: torch.Tensor) -> torch.Tensor:
+            kv = project(features)
+            if first is not None:
+                kv[:TOKENS] = first
+            return kv
+
+        tested.model.project_context = overflowing  # type: ignore[method-assign]
+        with torch.inference_mode():
+            positions = torch.arange(TOKENS).repeat(2)
+            tested.absorb(hidden, positions, slots.flatten().long(), committed.flatten())
+            assert tested.groups[0].cache.kv.isfinite().all()
+            return tested.forward(torch.arange(2), requests)[1]
+
+    assert torch.equal(hidden_states(value)[1], hidden_states(None)[1])
+
+
 def test_rejected_tokens_are_not_counted() -> None:
     broken = drafter()
     hidden = torch.full((3, broken.model.config.target_hidden_width), math.inf)

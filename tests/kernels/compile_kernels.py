@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from dflash_kernels import (
     accept,
@@ -171,12 +172,13 @@ def layer_cases(config: DraftConfig) -> list[Case]:
             types=scalars,
         )
     )
-    for cache in ("bf16", "fp8e4nv"):
+    blocks = {**shape, "BLOCK_G": triton.next_power_of_2(kv_heads)}
+    for cache, dtype in (("bf16", torch.bfloat16), ("fp8e4nv", torch.float8_e4m3fn)):
         found.append(
             Case(
                 f"write_context {cache} {size}",
                 qk_norm_rope.write_context_kernel,
-                {**shape, "BLOCK_G": triton.next_power_of_2(kv_heads)},
+                {**blocks, "LIMIT": torch.finfo(dtype).max},
                 types={**scalars, "p_cache": f"*{cache}", "p_entries": "*i64"},
                 since=90 if cache == "fp8e4nv" else 80,
             )

@@ -177,3 +177,20 @@ def test_write_context(
     rest = [i for i in range(8) if i not in written]
     assert torch.equal(cache[rest].float(), before[rest].float())
     assert cache.float().isfinite().all() and canaries.are_alive()
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHES, ids=str)
+def test_what_is_written_is_finite(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """As torch's: a projection may overflow. Infinity in a key becomes NaN in its norm."""
+    kv, weights, used = some(3, 2, 2, 2, 16, dtype=dtype), some(2, 16, dtype=dtype), rotary(16)
+    broken = torch.tensor([float("nan"), float("inf"), float("-inf")], dtype=dtype)
+    kv[0, 0, 0, 1, :3], kv[1, 1, 0, 0, 4], kv[2, :, 1, 1, 5:8] = broken, float("inf"), broken
+    entries, positions = torch.tensor([[1, 3, 0], [7, 0, 130000]], device=DEVICE)
+    ours, torchs = torch.zeros(2, 5, 2, 2, 2, 16, device=DEVICE).to(cache_dtype)
+    qk_norm_rope.write_context(ours, kv, entries, positions, weights, used, 1e-3)
+    TorchOps().write_context(torchs, kv, entries, positions, weights, used, 1e-3)
+    assert ours.float().isfinite().all() and torchs.float().isfinite().all()
+    limit = torch.finfo(cache_dtype).max
+    for cache in (ours.float(), torchs.float()):
+        assert cache[0, :, 1, 1, 5:8].tolist() == [[0, limit, -limit]] * 2
+        assert cache[1, 0, 0, 1].count_nonzero() == cache[3, 1, 0, 0].count_nonzero() == 0

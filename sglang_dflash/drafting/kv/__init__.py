@@ -44,11 +44,13 @@ class DraftKVCache:
 
     Attributes:
         num_entries: entries that tokens may have.
-        kv: `[num_entries + 1 + scratch, L, 2, G, D]`, always finite. Number `num_entries` is the
-            *padding entry*: tags name it for slots without draft K/V. After it are scratch entries,
-            for an attention backend. The last of all, number -1, is the *spare entry*: what is
-            written for tokens that are not to be stored goes there. Without scratch entries it is
-            the padding entry. No request sees what is written there.
+        kv: `[num_entries + 1 + scratch, L, 2, G, D]`. Number `num_entries` is the *padding entry*:
+            tags name it for slots without draft K/V. After it are scratch entries, for an attention
+            backend. The last of all, number -1, is the *spare entry*: what is written for tokens
+            that are not to be stored goes there. Without scratch entries it is the padding entry.
+            No request sees what is written there. All entries but scratch are finite, whatever the
+            draft computes: `store_` and its kernel (`write_context`) see to it, and other writers
+            copy what these have written.
         tags: for the table of a step, which marks what it finds as in use; None if every token has
             draft K/V, at its target slot.
     """
@@ -124,20 +126,22 @@ class DraftKVCache:
 
 
 def store_(cache: Tensor, entries: Tensor, kv: Tensor) -> None:
-    """Write K/V into entries of a cache, in its dtype.
+    """Write K/V into entries of a cache, in its dtype. What is written is finite: NaN becomes 0,
+    and what is out of the dtype's range, infinity included, its largest number.
 
-    8-bit floats saturate: a cast may make NaN or infinity of what is out of their range, which
-    would reach every request that reads the entry.
+    A projection may overflow, and a cast to 8-bit floats makes NaN or infinity of what is out of
+    their range. Attention multiplies masked entries by 0, and 0 times NaN would reach every request
+    of the batch.
 
     Args:
         cache: `[S, L, 2, G, D]`.
         entries: int64 `[N]`; -1 is the spare entry (`DraftKVCache`).
         kv: `[N, L, 2, G, D]`, any float dtype.
     """
+    limit = min(torch.finfo(dtype).max for dtype in (kv.dtype, cache.dtype))
+    stored = kv.nan_to_num(0.0).clamp_(-limit, limit).to(cache.dtype)
     if cache.dtype.itemsize > 1:
-        cache[entries] = kv.to(cache.dtype)
-        return
-    limit = torch.finfo(cache.dtype).max
-    stored = kv.clamp(-limit, limit).to(cache.dtype)
-    # Not every device can index 8-bit floats.
-    cache.view(torch.uint8)[entries] = stored.view(torch.uint8)
+        cache[entries] = stored
+    else:
+        # Not every device can index 8-bit floats.
+        cache.view(torch.uint8)[entries] = stored.view(torch.uint8)
