@@ -179,7 +179,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         target_tokens.warm_up(vocab_size, plan.device)
         return DFlashWorker(
             verify_block=block,
-            features=plan.model.config.target_hidden_width,
+            hidden_width=plan.model.config.target_hidden_width,
             carried=allocated.carried,
             req_to_token=req_to_token,
             widths=widths,

@@ -20,12 +20,12 @@ class PromptTokens:
     """The tokens of one prefill forward, request after request. All on the host.
 
     Attributes:
-        rows: int64 `[N]`, rows of the batch.
+        batch_rows: int64 `[N]`, rows of the batch.
         positions: int64 `[N]`.
         lengths: int64 `[N]`, tokens of the token's request before its first draft.
     """
 
-    rows: Tensor
+    batch_rows: Tensor
     positions: Tensor
     lengths: Tensor
 
@@ -34,19 +34,19 @@ class PromptTokens:
         """Positions `starts ... ends - 1` of requests with `lengths` tokens before their first
         draft."""
         counts = torch.tensor(ends) - torch.tensor(starts)
-        rows = torch.arange(len(counts)).repeat_interleave(counts)
+        batch_rows = torch.arange(len(counts)).repeat_interleave(counts)
         positions = torch.cat(
             [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
         )
-        return cls(rows, positions, torch.tensor(lengths)[rows])
+        return cls(batch_rows, positions, torch.tensor(lengths)[batch_rows])
 
     @property
     def age(self) -> Tensor:
         """Int64 `[N]`: tokens between each one and its request's last one here."""
-        requests = int(self.rows.max()) + 1 if len(self.rows) else 0
+        requests = int(self.batch_rows.max()) + 1 if len(self.batch_rows) else 0
         last = torch.zeros(requests, dtype=torch.int64)
-        last.scatter_reduce_(0, self.rows, self.positions, "amax")
-        return last[self.rows] - self.positions
+        last.scatter_reduce_(0, self.batch_rows, self.positions, "amax")
+        return last[self.batch_rows] - self.positions
 
     def to_write(self, groups: Sequence[KVGroup]) -> tuple[Tensor | slice, list[Tensor | slice]]:
         """The tokens to project, and of each group which of those it writes, in order; a slice for
@@ -55,16 +55,17 @@ class PromptTokens:
         for group in groups:
             visible = ever_visible(self.positions, self.lengths, group.reach)
             wanted.append(group.cache.prompt_tokens_to_write(visible, age))
-        lists = [tokens for tokens in wanted if isinstance(tokens, Tensor)]
+        lists = [numbers for numbers in wanted if isinstance(numbers, Tensor)]
         if len(lists) < len(wanted):
             return slice(None), wanted
-        # One group sees all that the others see, and all lists have one order.
+        # Of two groups, one reads all that the other reads (`DraftConfig.groups`): the longest list
+        # has all tokens of the others, in the same order.
         widest = max(lists, key=len)
         return widest, [
             slice(None)
-            if len(tokens) == len(widest)
-            else torch.isin(widest, tokens).nonzero()[:, 0]
-            for tokens in lists
+            if len(numbers) == len(widest)
+            else torch.isin(widest, numbers).nonzero()[:, 0]
+            for numbers in lists
         ]
 
 
@@ -73,22 +74,22 @@ class PromptContext(NamedTuple):
     forward.
 
     Attributes:
-        tokens: N, the tokens of the forward. Later rows of its hidden states are padding.
-        rows: int64 `[M]`, the forward's rows of the tokens to project; a slice for all.
+        token_count: N, the tokens of the forward. Later rows of its hidden states are padding.
+        hidden_rows: int64 `[M]`, rows of its hidden states to project; a slice for all.
         positions: int64 `[M]`.
         slots: int64 `[M]`, in the target's KV pool.
         writes: the tokens that each group of draft layers writes.
     """
 
-    tokens: int
-    rows: Tensor | slice
+    token_count: int
+    hidden_rows: Tensor | slice
     positions: Tensor
     slots: Tensor
     writes: Sequence[ContextWrite]
 
-    def features(self, target_hidden: Tensor) -> Tensor:
-        """The rows `[M, F * E]` to write, of the forward's hidden states `[>= N, F * E]`."""
-        return target_hidden[: self.tokens][self.rows]
+    def select(self, target_hidden: Tensor) -> Tensor:
+        """The hidden states `[M, F * E]` to project, of the forward's `[>= N, F * E]`."""
+        return target_hidden[: self.token_count][self.hidden_rows]
 
 
 def place_prompt(
@@ -109,42 +110,45 @@ def place_prompt(
     ends = [prefix + n for prefix, n in zip(starts, batch.extend_lens, strict=True)]
     # When the prefill is complete; a chunk is a part of it.
     lengths = [len(request.origin_input_ids) + len(request.output_ids) for request in batch.reqs]
-    tokens = PromptTokens.of(starts, ends, lengths)
-    rows, positions = to_device(torch.stack((tokens.rows, tokens.positions)), req_to_token.device)
-    slots = req_to_token[batch.req_pool_indices.long()[rows], positions].long()
+    prompt = PromptTokens.of(starts, ends, lengths)
+    on_host = torch.stack((prompt.batch_rows, prompt.positions))
+    batch_rows, positions = to_device(on_host, req_to_token.device)
+    table_rows = batch.req_pool_indices.long()
+    slots = req_to_token[table_rows[batch_rows], positions].long()
     # What these slots held before must not be read, whether or not their tokens are written.
     for group in groups:
         group.cache.forget(slots)
 
-    def on_device(tokens: Tensor | slice) -> Tensor | slice:
-        return tokens if isinstance(tokens, slice) else to_device(tokens, req_to_token.device)
+    def on_device(index: Tensor | slice) -> Tensor | slice:
+        return index if isinstance(index, slice) else to_device(index, req_to_token.device)
 
-    chosen, parts = tokens.to_write(groups)
-    chosen = on_device(chosen)
+    hidden_rows, parts = prompt.to_write(groups)
+    hidden_rows = on_device(hidden_rows)
     writes = [
         ContextWrite(on_device(part), group.fair_share(len(batch.reqs), carried))
         for group, part in zip(groups, parts, strict=True)
     ]
-    return PromptContext(len(slots), chosen, positions[chosen], slots[chosen], writes)
+    places = positions[hidden_rows], slots[hidden_rows]
+    return PromptContext(len(slots), hidden_rows, *places, writes)
 
 
 def write_texts(batch: ScheduleBatch, lookup: Lookup) -> None:
     """Enter the tokens of requests whose prompt is complete with this prefill, those that the
     prefix cache holds included. To be called before the target's forward, as `place_prompt`."""
-    rows = batch.req_pool_indices.long()
+    table_rows = batch.req_pool_indices.long()
     decoding = batch.decoding_reqs if batch.forward_mode.is_mixed() else None
     if decoding:
         # They have their text but for the newest token, which the host may not know.
-        last = to_device(torch.tensor(batch.extend_lens).cumsum(0) - 1, rows.device)
-        lookup.write(rows, batch.seq_lens.long() - 1, batch.input_ids[last].long())
+        last = to_device(torch.tensor(batch.extend_lens).cumsum(0) - 1, table_rows.device)
+        lookup.write(table_rows, batch.seq_lens.long() - 1, batch.input_ids[last].long())
     decoding_ids = {id(request) for request in decoding or ()}
     prompts = {}
-    for row, request in enumerate(batch.reqs):
+    for batch_row, request in enumerate(batch.reqs):
         tokens = [*request.origin_input_ids, *request.output_ids]
-        end = batch.prefix_lens[row] + batch.extend_lens[row]
+        end = batch.prefix_lens[batch_row] + batch.extend_lens[batch_row]
         if id(request) not in decoding_ids and end == len(tokens):
-            prompts[row] = tokens
-    _write_whole(prompts, rows, lookup)
+            prompts[batch_row] = tokens
+    _write_whole(prompts, table_rows, lookup)
 
 
 def write_texts_taken_over(batch: ScheduleBatch, lookup: Lookup) -> None:
@@ -153,13 +157,18 @@ def write_texts_taken_over(batch: ScheduleBatch, lookup: Lookup) -> None:
     _write_whole(dict(enumerate(texts)), batch.req_pool_indices.long(), lookup)
 
 
-def _write_whole(texts: Mapping[int, list[int]], rows: Tensor, lookup: Lookup) -> None:
-    """Enter texts, by row of the batch, from their first tokens on."""
+def _write_whole(texts: Mapping[int, list[int]], table_rows: Tensor, lookup: Lookup) -> None:
+    """Enter whole texts.
+
+    Args:
+        texts: by row of the batch.
+        table_rows: int64 `[R]`, rows of SGLang's request-to-token table.
+    """
     if not texts:
         return
     entered = [
         torch.stack((torch.full((len(tokens),), row), torch.arange(len(tokens)), tokens))
         for row, tokens in ((row, torch.tensor(text)) for row, text in texts.items())
     ]
-    of_rows, positions, tokens = to_device(torch.cat(entered, 1), rows.device)
-    lookup.write(rows[of_rows], positions, tokens)
+    batch_rows, positions, tokens = to_device(torch.cat(entered, 1), table_rows.device)
+    lookup.write(table_rows[batch_rows], positions, tokens)

@@ -52,7 +52,7 @@ class DFlashWorker:
 
     Attributes:
         verify_block: most tokens per request that a step verifies.
-        features: F * E, the width of the hidden states that the drafter reads of a token.
+        hidden_width: F * E, the width of the hidden states that the drafter reads of a token.
         carried: most requests that run at a time, which share the rings.
         req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
         accept: the accept rule, from drafts and the target's tokens to what a step commits.
@@ -66,7 +66,7 @@ class DFlashWorker:
     """
 
     verify_block: int
-    features: int
+    hidden_width: int
     carried: int
     req_to_token: Tensor
     widths: StepWidths
@@ -127,9 +127,10 @@ class DFlashWorker:
         if hidden is None:
             # For log-probabilities SGLang keeps hidden states at the requested positions only.
             # Zeros, so that drafts with this prefix do not read what the slots held before.
-            hidden = torch.zeros(prompt.tokens, self.features, device=self.req_to_token.device)
-        features = prompt.features(hidden)
-        self.drafter.absorb(features, prompt.positions, prompt.slots, writes=prompt.writes)
+            shape = prompt.token_count, self.hidden_width
+            hidden = torch.zeros(shape, device=self.req_to_token.device)
+        hidden = prompt.select(hidden)
+        self.drafter.absorb(hidden, prompt.positions, prompt.slots, writes=prompt.writes)
         replace_hidden_states(batch, result.logits_output)
         # In a mixed batch under overlap, the host does not know the decoding requests' next
         # token yet.

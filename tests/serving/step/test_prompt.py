@@ -22,7 +22,7 @@ def written(
     model = random_model(raw_config(**MIXED) if mixed else raw_config())
     options = Options(window=window, sinks=sinks).resolve(model.config)
     kept, parts = tokens.to_write(kv_groups(model, options, 60, 50))
-    rows, positions = tokens.rows[kept], tokens.positions[kept]
+    rows, positions = tokens.batch_rows[kept], tokens.positions[kept]
     pairs = [
         list(zip(rows[some].tolist(), positions[some].tolist(), strict=True)) for some in parts
     ]
