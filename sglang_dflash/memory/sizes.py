@@ -53,8 +53,8 @@ class GroupKVSize(NamedTuple):
     ring: int | None
 
     def entries(self, kv_tokens: int) -> int | None:
-        """Entries beside a target pool of that many tokens; None for one per target slot, which a
-        ring that is no smaller comes to."""
+        """Entries beside a target pool of that many tokens; None for one per target slot: without a
+        ring, or if the ring would have as many."""
         return self.ring if self.ring is not None and self.ring < kv_tokens else None
 
 
@@ -88,7 +88,7 @@ def draft_kv_charge(groups: Sequence[GroupKVSize], fits: Callable[[Charge], int]
         fits: charge -> tokens of the target's pool beside it.
     """
     charge = Charge.of(groups, 0)
-    # A ring serves from the pool on that exceeds it.
+    # A group has a ring only beside a pool with more tokens than the ring.
     for ring in sorted({group.ring for group in groups if group.ring is not None}):
         larger = Charge.of(groups, ring + 1)
         if fits(larger) <= ring:
@@ -136,7 +136,7 @@ def draft_kv(
     Raises:
         ConfigError: the ranks do not divide the draft.
     """
-    # With a hierarchical cache: tags, with an entry per slot, too; and the host tier's turns.
+    # With a hierarchical cache: tags, with an entry per slot, too; and `HostTier._generations`.
     tags = BYTES_PER_ENTRY + 2 * BYTES_PER_TARGET_SLOT if hierarchical else 0
     shape = draft_of_rank(config, ranks).kv_shape
     return tuple(

@@ -258,8 +258,8 @@ def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor, in_flight: int) -> D
 
 
 def at_width(width: int) -> AbstractContextManager[Any]:
-    """While this is open, attention backends and graphs that SGLang makes verify that many tokens
-    per request."""
+    """Let attention backends and graphs that SGLang makes meanwhile verify that many tokens per
+    request."""
     return get_spec().override(speculative_num_draft_tokens=width)
 
 

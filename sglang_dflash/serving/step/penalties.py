@@ -114,7 +114,7 @@ class BlockPenalties:
         return tokens, torch.arange(tokens.shape[1], device=tokens.device) < lengths
 
     def begin(self, orchestrator: Any) -> None:
-        """A decode step begins whose penalties SGLang's `orchestrator` has counted."""
+        """Begin a decode step whose penalties SGLang's `orchestrator` has counted."""
         self._orchestrator = orchestrator
 
     def apply(self, logits: Tensor, block: Tensor) -> None:

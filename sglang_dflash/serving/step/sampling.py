@@ -96,7 +96,7 @@ def grammar_mask(
             device=block.device,
             barrier=barrier,
         )
-        # A prefill's is left.
+        # It may still be that of a prefill that was merged, which must not be applied.
         info.grammar_mask = None
         of_plain_step = copy(info)
         of_plain_step.grammars = others if any(others) else None

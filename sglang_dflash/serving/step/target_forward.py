@@ -44,13 +44,14 @@ class TargetForward:
         return width == 1
 
     def at(self, width: int) -> AbstractContextManager[None]:
-        """Open while a step of that width is prepared, runs, and moves recurrent states on."""
+        """Give SGLang's runner the backend and graphs of that width for one step: while it is
+        prepared, runs, and moves recurrent states on."""
         return nullcontext()
 
     def __call__(
         self, batch: ScheduleBatch, block: Tensor, positions: Tensor, slots: Tensor
     ) -> GenerationBatchResult:
-        """Run it: the bonus token and drafts of each request.
+        """Run the target over the blocks.
 
         Args:
             block, positions, slots: int64 `[R, W]`; the slots are KV slots to write.
