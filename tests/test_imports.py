@@ -22,7 +22,7 @@ OTHERS = [
 ]
 Node = TypeVar("Node", bound=ast.AST)
 TORCH_FREE = ("common", "checkpoint", "memory", "patches", "tools/inspect", "tools/cli")
-START = ("flags", "launch", "refused", "server_flags", "unserved")
+START = ("flags", "launch", "refused_settings", "server_flags", "unserved")
 ADAPTER = ("plugin", "patches", "draft_weights.from_disk")
 CLAUSE = re.compile(r"(Of|What|Whether|How|Which|Where|Why|Whose|When|Who)\b")
 # Names that say nothing of a value, or what is done to it, or whose it is, and not what it holds;

@@ -31,6 +31,11 @@ MOST_WAITING_STEPS = 16
 RECURRENT_ROLLBACKS = ("auto", "replay", "snapshot")
 
 
+def asks_dflash(algorithm: str | None) -> bool:
+    """Return whether a value of --speculative-algorithm is DFLASH."""
+    return algorithm is not None and algorithm.upper() == "DFLASH"
+
+
 class Finding(NamedTuple):
     """A setting that is accepted but probably a mistake, or a problem of a running server.
 

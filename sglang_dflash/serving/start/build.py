@@ -33,8 +33,8 @@ from sglang_dflash.serving.metrics.labels import metric_labels
 from sglang_dflash.serving.patches import WORKER_PATCHES
 from sglang_dflash.serving.start import flags, memory
 from sglang_dflash.serving.start.decide import make_plan
+from sglang_dflash.serving.start.one_line_errors import ends_the_server
 from sglang_dflash.serving.start.plan import Plan
-from sglang_dflash.serving.start.refusal import ends_the_server
 from sglang_dflash.serving.start.target_head import target_head
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import GenerationBatchResult

@@ -20,6 +20,7 @@ from sglang_dflash.common.errors import ConfigError, UnsupportedDraft, shown_pai
 from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.attention.backend import choose_backend
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.options import asks_dflash
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.serving.gpu.backends import (
     ATTENTION,
@@ -36,7 +37,7 @@ from sglang_dflash.serving.start.draft_files import (
     local_folder,
     refuse_code,
 )
-from sglang_dflash.serving.start.refused import refuse_ray, refuse_trusted
+from sglang_dflash.serving.start.refused_settings import refuse_ray, refuse_trusted
 from sglang_dflash.serving.start.unserved import BUILTIN_FLAG
 
 logger = Log(__name__)
@@ -56,7 +57,7 @@ def check_pair(server_args: Any) -> None:
             "--speculative-draft-model-path has no effect without --speculative-algorithm: the "
             "server decodes plainly; add --speculative-algorithm DFLASH"
         )
-    requested = _dflash_requested(settings)
+    requested = asks_dflash(settings.speculative_algorithm)
     uses_another = settings.speculative_algorithm is not None and not requested
     # SGLang reads the draft's config even without an algorithm.
     distrust(None if uses_another else settings.speculative_draft_model_path)
@@ -149,10 +150,6 @@ def _check_device(server_args: Any, settings: Any, config: DraftConfig) -> None:
     dtype = draft_kv_dtype(server_args, model_dtype)
     check_kv_dtype(dtype, device)
     choose_backend(asked_attention(server_args), config, device, ATTENTION, dtype)
-
-
-def _dflash_requested(settings: Any) -> bool:
-    return (settings.speculative_algorithm or "").upper() == "DFLASH"
 
 
 def _check_target_class(model: Any) -> None:

@@ -24,7 +24,7 @@ from sglang_dflash.serving.metrics.server_info import BUILTIN, labels
 from sglang_dflash.serving.patches import BUILTIN_PATCHES, PATCHES
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.start.draft_files import dummy_weights, local_folder
-from sglang_dflash.serving.start.refusal import ends_the_server
+from sglang_dflash.serving.start.one_line_errors import ends_the_server
 from sglang_dflash.serving.start.unserved import BUILTIN_FLAG, builtin_reason
 
 logger = Log(__name__)

@@ -19,8 +19,8 @@ from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options, Resolve
 from sglang_dflash.drafting.width import AdaptiveWidth, WidthPolicy
 from sglang_dflash.patches.patch import is_loaded
 from sglang_dflash.serving.start.launch import check_port, listens
-from sglang_dflash.serving.start.refusal import use_one_line
-from sglang_dflash.serving.start.refused import (
+from sglang_dflash.serving.start.one_line_errors import use_one_line
+from sglang_dflash.serving.start.refused_settings import (
     BLOCK_ALIAS,
     BLOCK_FLAG,
     WIDTH_FLAG,

@@ -16,24 +16,21 @@ from sglang_dflash.checkpoint.origin import published_draft
 from sglang_dflash.checkpoint.published import check_target_folder
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft, shown_pair
-from sglang_dflash.serving.start.server_flags import known_settings
+from sglang_dflash.drafting.options import asks_dflash
+from sglang_dflash.serving.start.server_flags import has_serve, known_settings
 
 _NAMES = {"target": "--model-path", "draft": "--speculative-draft-model-path"}
 
 
 def listens(argv: Sequence[str]) -> bool:
     """Return whether a command is `python -m sglang.launch_server` or `sglang serve`."""
-    return Path(argv[0]).name == "launch_server.py" or _is_serve(argv)
+    return Path(argv[0]).name == "launch_server.py" or has_serve(argv[:2])
 
 
 def asks_for_help_of_serve(argv: Sequence[str]) -> bool:
     """Return whether a command is `sglang serve` with --help, which SGLang answers without its
     plugins."""
-    return _is_serve(argv) and not {"-h", "--help"}.isdisjoint(argv)
-
-
-def _is_serve(argv: Sequence[str]) -> bool:
-    return Path(argv[0]).name == "sglang" and list(argv[1:2]) == ["serve"]
+    return has_serve(argv[:2]) and not {"-h", "--help"}.isdisjoint(argv)
 
 
 def refuse_early(argv: Sequence[str]) -> None:
@@ -63,7 +60,7 @@ def _check(settings: Mapping[str, Any]) -> None:
     target, draft = settings.get("model_path"), settings.get("speculative_draft_model_path")
     if target is not None:
         check_path("target", target)
-    if settings.get("speculative_algorithm", "").upper() != "DFLASH" or target is None:
+    if target is None or not asks_dflash(settings.get("speculative_algorithm")):
         return
     if settings.get("enable_return_aux_hidden_states"):
         # No draft: the algorithm is only whose layer numbers are meant.
@@ -74,11 +71,11 @@ def _check(settings: Mapping[str, Any]) -> None:
         return
     check_path("draft", draft)
     if exists(draft) and settings.get("speculative_dflash_worker") != "builtin":
-        _check_pair(target, draft)
+        _compare_folders(target, draft)
 
 
-def _check_pair(target: str, draft: str) -> None:
-    """Compare two folders. Raises ConfigError."""
+def _compare_folders(target: str, draft: str) -> None:
+    """Compare the configs of two folders. Raises ConfigError if the draft does not fit."""
     try:
         config = DraftConfig.from_pretrained(draft)
     except UnsupportedDraft:

@@ -51,8 +51,8 @@ from sglang_dflash.memory.sizes import Charge, GroupKVSize, draft_kv_charge
 from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.gpu.graphs import captured_sizes, target_has_graphs
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
+from sglang_dflash.serving.start.one_line_errors import ends_the_server
 from sglang_dflash.serving.start.plan import Plan
-from sglang_dflash.serving.start.refusal import ends_the_server
 
 logger = Log(__name__)
 

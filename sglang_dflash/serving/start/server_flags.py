@@ -7,12 +7,12 @@ writes it, and `tests/serving/start/test_server_flags.py` compares both parsers.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -104,15 +104,15 @@ def after_program(words: Sequence[str]) -> list[str]:
         rest = list(words[at + 1 :])
         if word == "sglang.launch_server" or Path(word).name == "launch_server.py":
             return rest
-        if _is_serve(words[at : at + 2]):
+        if has_serve(words[at : at + 2]):
             return _of_serve(rest[1:])
     first = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
     return list(words[first:])
 
 
-def _is_serve(command: Sequence[str]) -> bool:
-    """Return whether `sglang serve` is part of it."""
-    pairs = itertools.pairwise(command)
+def has_serve(command: Sequence[str]) -> bool:
+    """Return whether `sglang serve` is part of a command."""
+    pairs = pairwise(command)
     return any(Path(program).name == "sglang" and verb == "serve" for program, verb in pairs)
 
 
@@ -135,9 +135,9 @@ def settings_of(command: Sequence[str]) -> dict[str, Any]:
     """
     flag_parser = parser()
     typed = after_program(command)
-    if _is_serve(command) and not any(word.partition("=")[0] in TARGET_FLAGS for word in typed):
-        required = "missing; --model-path names the target; `sglang serve` reads it from no file"
-        raise ConfigError(COMMAND, required=required)
+    if has_serve(command) and not any(word.partition("=")[0] in TARGET_FLAGS for word in typed):
+        why = "--model-path names the target, and `sglang serve` reads it from no file"
+        raise ConfigError(COMMAND, required=f"missing; {why}")
     words = with_file(typed, rows())
     namespace, others = flag_parser.parse_known_args(words)
     if others:

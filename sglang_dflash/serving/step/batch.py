@@ -25,6 +25,7 @@ from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from sglang.srt.utils.common import ceil_align, is_pin_memory_available
 from torch import Tensor
 
+from sglang_dflash.drafting.options import asks_dflash
 from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.hybrid.rollback import Checkpoints
 
@@ -265,7 +266,7 @@ def at_width(width: int) -> AbstractContextManager[Any]:
 
 def serves_dflash() -> bool:
     """Return whether this process serves with DFLASH."""
-    return (get_spec().speculative_algorithm or "").upper() == "DFLASH"
+    return asks_dflash(get_spec().speculative_algorithm)
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

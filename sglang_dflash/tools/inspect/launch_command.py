@@ -11,7 +11,7 @@ from sglang_dflash.checkpoint.origin import published_draft
 from sglang_dflash.common.command_line import spelled
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.serving.start import flag_file
-from sglang_dflash.serving.start.refused import (
+from sglang_dflash.serving.start.refused_settings import (
     WIDTH_FLAG,
     asked_block,
     refuse_ray,

@@ -12,7 +12,7 @@ from multiprocessing.synchronize import Event
 import pytest
 
 from sglang_dflash.plugins.repairs.interrupts import ignore_interrupts
-from sglang_dflash.serving.start.refusal import use_one_line
+from sglang_dflash.serving.start.one_line_errors import use_one_line
 
 SPAWN = multiprocessing.get_context("spawn")
 

@@ -239,7 +239,7 @@ def test_a_started_worker_serves(extension: str | None) -> None:
 
 
 def test_a_pool_without_room_is_refused() -> None:
-    """In a scheduler process the same error ends the server (`test_refusal.py`)."""
+    """In a scheduler process the same error ends the server (`test_one_line_errors.py`)."""
     with pytest.raises(ConfigError) as error:
         started(kv_tokens=15)
     assert error.value.value == RAW["block_size"]

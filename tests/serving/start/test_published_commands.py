@@ -67,7 +67,7 @@ def test_a_backend_of_another_machine_is_refused_by_name(
 def test_no_other_backend_flag_slips_through(
     flag: str, name: str, resolve: Any, folders: Any
 ) -> None:
-    """One line, as every ConfigError (tests/serving/start/test_refusal.py)."""
+    """One line, as every ConfigError (tests/serving/start/test_one_line_errors.py)."""
     argv = on_this_machine(local(flags(LINE), folders))
     with refused(flag, name):
         resolve([*argv, flag, name])

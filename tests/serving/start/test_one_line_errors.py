@@ -12,7 +12,7 @@ import time
 import pytest
 
 from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.serving.start.refusal import ends_the_server, use_one_line
+from sglang_dflash.serving.start.one_line_errors import ends_the_server, use_one_line
 
 
 def test_our_errors_are_shown_in_one_line(
