@@ -86,7 +86,7 @@ class Patch:
         return LazyImport(self.ours) if isinstance(self.ours, str) else self.ours
 
 
-def rows(home: str, *table: tuple[Any, ...]) -> tuple[Patch, ...]:
+def patch_rows(home: str, *table: tuple[Any, ...]) -> tuple[Patch, ...]:
     """Rows of functions of `sglang.srt`, each with its kind, its target there, the `MODULE:NAME` of
     ours in the package `home`, and the rest of `Patch`'s fields. No row imports anything."""
     return tuple(

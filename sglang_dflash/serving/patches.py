@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sglang_dflash.patches.patch import Kind, rows
+from sglang_dflash.patches.patch import Kind, patch_rows
 
-PATCHES = rows(
+PATCHES = patch_rows(
     "sglang_dflash.serving",
     # The launching process: flags, and the check of the pair.
     (Kind.AFTER, "server_args.ServerArgs.add_cli_args", "start.flags:add_flags",
@@ -62,7 +62,7 @@ PATCHES = rows(
 
 # Penalties that count every output token once, and seeded samples of the request alone. Our worker
 # needs them; the repairs install them for every server.
-SAMPLING_PATCHES = rows(
+SAMPLING_PATCHES = patch_rows(
     "sglang_dflash.serving.step",
     (Kind.AROUND, "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens",
      "penalty_counts:count_while_scheduling",
@@ -87,7 +87,7 @@ SAMPLING_PATCHES = rows(
 )  # fmt: skip
 
 # Applied in the scheduler process when our worker serves.
-WORKER_PATCHES = SAMPLING_PATCHES + rows(
+WORKER_PATCHES = SAMPLING_PATCHES + patch_rows(
     "sglang_dflash.serving",
     # Start.
     (Kind.AFTER, "disaggregation.utils.setup_state_kv_args",
@@ -172,7 +172,7 @@ WORKER_PATCHES = SAMPLING_PATCHES + rows(
 )  # fmt: skip
 
 # Applied in the scheduler process when SGLang's own worker serves.
-BUILTIN_PATCHES = rows(
+BUILTIN_PATCHES = patch_rows(
     "sglang_dflash.serving",
     (Kind.AROUND, "models.dflash.DFlashDraftModel.load_weights",
      "draft_weights.builtin_worker:load_weights",
@@ -182,7 +182,7 @@ BUILTIN_PATCHES = rows(
 )  # fmt: skip
 
 # Applied in the scheduler process when replay serves, before the state pool is sized.
-REPLAY_PATCHES = rows(
+REPLAY_PATCHES = patch_rows(
     "sglang_dflash.serving",
     (Kind.AROUND, "mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
      "start.memory:size_state_pool",

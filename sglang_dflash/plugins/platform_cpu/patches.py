@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_dflash.patches.patch import Kind, Patch, rows
+from sglang_dflash.patches.patch import Kind, Patch, patch_rows
 from sglang_dflash.plugins.platform_cpu import host_pool, torch_ops
 
 _HOME = "sglang_dflash.plugins.platform_cpu"
@@ -54,7 +54,7 @@ PATCHES = (
           Kind.ASSIGN, host_pool.RESERVE,
           "SGLang leaves 10 GiB of host memory free, which a machine without a GPU may not have.",
           f"{_HOST_PROOFS}test_ten_gib_stay_free"),
-    *rows(
+    *patch_rows(
         _HOME,
         # Start-up.
         (Kind.REPLACE, "arg_groups.platform_hook.handle_cpu_backends", "torch_ops:torch_backends",

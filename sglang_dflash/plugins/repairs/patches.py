@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from sglang_dflash.patches.patch import Kind, Patch, rows
+from sglang_dflash.patches.patch import Kind, Patch, patch_rows
 from sglang_dflash.plugins.repairs import secrets
 from sglang_dflash.serving.patches import SAMPLING_PATCHES
 
 PATCHES = (
     # Patches that our worker needs, too.
     *SAMPLING_PATCHES,
-    *rows(
+    *patch_rows(
         "sglang_dflash.plugins.repairs",
         (Kind.AFTER, "managers.scheduler_components.logprob_result_processor"
          ".SchedulerLogprobResultProcessor.add_logprob_return_values",

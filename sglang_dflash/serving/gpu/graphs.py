@@ -121,19 +121,19 @@ def graphed(
     began, buckets = time.perf_counter(), captured_sizes(admitted)
     # Recordings are made and replayed without gradients.
     with torch.no_grad():
-        graphed = GraphedDrafter(drafter, recorder, req_to_token, buckets)
+        recorded = GraphedDrafter(drafter, recorder, req_to_token, buckets)
         # While graphs are captured, all-reduces of eager steps return anything.
         drafter.counters.clear()
         if self_check:
-            check_recording(drafter, graphed, req_to_token, buckets)
-            graphed.replays = dict.fromkeys(graphed.replays, 0)
+            check_recording(drafter, recorded, req_to_token, buckets)
+            recorded.replays = dict.fromkeys(recorded.replays, 0)
     logger.info(
         "draft steps recorded in %.1f s by %s: %s",
         time.perf_counter() - began,
         type(recorder).__name__,
-        graphed.describe(),
+        recorded.describe(),
     )
-    return graphed
+    return recorded
 
 
 def target_has_graphs(device: torch.device) -> bool:

@@ -124,7 +124,7 @@ def _check_draft(settings: Any, model: Any, config: DraftConfig, folder: str) ->
 def _check_ours(server_args: Any, settings: Any, model: Any, config: DraftConfig) -> None:
     """Raise ConfigError for what our worker cannot serve and the built-in one may: it is not asked
     of a server that falls back to that one."""
-    options = flags.options(server_args, settings).resolve(config)
+    options = flags.flag_options(server_args, settings).resolve(config)
     # Raises if the width flags do not fit the server.
     flags.width_policy(server_args, settings, options)
     replace(options, context=model.context_len).check_room(settings.max_total_tokens)

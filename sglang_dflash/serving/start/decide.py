@@ -56,7 +56,7 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
         model.pack(isinstance(packed_of(head), Float16))
     load_seconds = time.perf_counter() - began
     options = replace(
-        flags.options(server_args, settings).resolve(model.config),
+        flags.flag_options(server_args, settings).resolve(model.config),
         context=runner.model_config.context_len,
     )
     extension = load_extension(ours.extension, target_worker)

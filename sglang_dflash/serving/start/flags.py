@@ -287,7 +287,7 @@ def warn_ignored(server_args: Any) -> None:
             logger.warning("%s: no effect: %s", ", ".join(lost), row.why)
 
 
-def options(server_args: Any, resolved: Any) -> Options:
+def flag_options(server_args: Any, resolved: Any) -> Options:
     """`Options` from SGLang's resolved fields and ours. Raises ConfigError."""
     ours = ServerFlags.of(server_args)
     return Options(
