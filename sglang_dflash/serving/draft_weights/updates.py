@@ -44,7 +44,7 @@ def with_draft(runners: list[Any], manager: Any, selector: str = "all") -> list[
     if selector == "draft":
         return [("draft", draft)]
     if worker.dflash.rollback is not None:
-        worker.dflash.rollback.weights_change()
+        worker.dflash.rollback.expect_new_weights()
     if selector == "all":
         return [(role, TargetAndDraft(runner, draft)) for role, runner in runners]
     return None

@@ -76,7 +76,7 @@ class Rollback:
     def check(self) -> None:
         """Compare with torch what `commit` computes, if it is ours. Raises SelfCheckFailed."""
 
-    def weights_change(self) -> None:
+    def expect_new_weights(self) -> None:
         """Prepare for new weights of the target; call it before they are replaced. SGLang's own way
         reads the target's weights and needs no preparation."""
 
@@ -102,7 +102,7 @@ class Replay(Rollback):
         self._layers: RecurrentLayers | None = None
         self._weights_changed = False
 
-    def weights_change(self) -> None:
+    def expect_new_weights(self) -> None:
         self._weights_changed = True
 
     def layers(self) -> RecurrentLayers:

@@ -8,6 +8,7 @@ tokens differ between them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from sglang_dflash.serving.step.penalty_counts import LENGTH, PENALIZERS
 
 
 class _Penalty(NamedTuple):
-    """One kind of penalty: of every token by now `[R, V]`, and of one output token `[R, 1]`."""
+    """One kind of penalty: of every token so far `[R, V]`, and of one more output token
+    `[R, 1]`."""
 
-    by_now: Tensor
-    of_token: Tensor
+    so_far: Tensor
+    per_token: Tensor
 
 
 class _Stops(NamedTuple):
@@ -33,7 +35,7 @@ class _Stops(NamedTuple):
     missing: Tensor
 
 
-class _Output(NamedTuple):
+class _PenaltiesSoFar(NamedTuple):
     """Penalties after the output before a block; None for a kind that no request has."""
 
     frequency: _Penalty | None
@@ -42,7 +44,7 @@ class _Output(NamedTuple):
     stops: _Stops | None
 
     @classmethod
-    def of(cls, orchestrator: Any) -> _Output:
+    def of(cls, orchestrator: Any) -> _PenaltiesSoFar:
         """Read the penalties from SGLang's penalizers."""
         prepared = {
             type(penalizer).__name__: penalizer
@@ -130,38 +132,40 @@ class BlockPenalties:
         orchestrator, self._orchestrator = self._orchestrator, None
         if orchestrator is None:
             raise RuntimeError("a block's penalties were not counted before its forward")
-        output = _Output.of(orchestrator)
+        penalties = _PenaltiesSoFar.of(orchestrator)
         drafts = block[:, 1:]
         after = logits[:, 1:]
         index = drafts[:, None].expand(-1, drafts.shape[1], -1)
-        special = _of_drafts(output, after.gather(2, index).float(), drafts)
-        terms = _terms(output)
+        special = _of_drafts(penalties, after.gather(2, index).float(), drafts)
+        terms = _terms(penalties)
         for position in range(drafts.shape[1]):
-            _penalize(output, after[:, position], terms, position + 1)
+            _penalize(penalties, after[:, position], terms, position + 1)
         after.scatter_(2, index, special.to(logits.dtype))
 
 
-def _terms(output: _Output) -> Tensor | float:
+def _terms(penalties: _PenaltiesSoFar) -> Tensor | float:
     """Return the terms that the output before the block adds to logits, `[R, V]`, without those of
     min_new_tokens."""
     terms: Tensor | float = 0.0
-    for penalty in (output.frequency, output.presence):
+    for penalty in (penalties.frequency, penalties.presence):
         if penalty is not None:
-            terms = terms - penalty.by_now
+            terms = terms - penalty.so_far
     return terms
 
 
-def _penalize(output: _Output, logits: Tensor, terms: Tensor | float, drafts: int) -> None:
+def _penalize(
+    penalties: _PenaltiesSoFar, logits: Tensor, terms: Tensor | float, drafts: int
+) -> None:
     """Penalize `[R, V]` logits behind so many drafts, but for the drafts themselves, in place."""
     logits += terms
-    if output.stops is not None:
-        is_held = output.stops.missing > drafts
-        logits += torch.where(is_held, output.stops.penalties, 0.0)
-    if output.repetition is not None:
-        logits.copy_(_scaled(logits, output.repetition.by_now))
+    if penalties.stops is not None:
+        is_held = penalties.stops.missing > drafts
+        logits += torch.where(is_held, penalties.stops.penalties, 0.0)
+    if penalties.repetition is not None:
+        logits.copy_(_scaled(logits, penalties.repetition.so_far))
 
 
-def _of_drafts(output: _Output, logits: Tensor, drafts: Tensor) -> Tensor:
+def _of_drafts(penalties: _PenaltiesSoFar, logits: Tensor, drafts: Tensor) -> Tensor:
     """Penalized logits `[R, D, D]`, behind each draft, of every drafted token of the block.
 
     Args:
@@ -171,26 +175,26 @@ def _of_drafts(output: _Output, logits: Tensor, drafts: Tensor) -> Tensor:
     # [R, position, token]: how often the token is among the drafts up to this one.
     count = (drafts[:, :, None] == drafts[:, None]).long().cumsum(1)
 
-    def by_now(table: Tensor) -> Tensor:
+    def at_drafts(table: Tensor) -> Tensor:
         return table.gather(1, drafts)[:, None]
 
-    if output.frequency is not None:
-        each = output.frequency.of_token[..., None]
-        logits = logits - (by_now(output.frequency.by_now) + count * each)
-    if output.presence is not None:
-        logits = logits - _if_drafted(count, output.presence, by_now)
-    if output.stops is not None:
+    if penalties.frequency is not None:
+        each = penalties.frequency.per_token[..., None]
+        logits = logits - (at_drafts(penalties.frequency.so_far) + count * each)
+    if penalties.presence is not None:
+        logits = logits - _if_drafted(count, penalties.presence, at_drafts)
+    if penalties.stops is not None:
         position = torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
-        is_held = output.stops.missing[..., None] > position[:, None]
-        logits = logits + torch.where(is_held, by_now(output.stops.penalties), 0.0)
-    if output.repetition is not None:
-        logits = _scaled(logits, _if_drafted(count, output.repetition, by_now))
+        is_held = penalties.stops.missing[..., None] > position[:, None]
+        logits = logits + torch.where(is_held, at_drafts(penalties.stops.penalties), 0.0)
+    if penalties.repetition is not None:
+        logits = _scaled(logits, _if_drafted(count, penalties.repetition, at_drafts))
     return logits
 
 
-def _if_drafted(count: Tensor, penalty: _Penalty, by_now: Any) -> Tensor:
+def _if_drafted(count: Tensor, penalty: _Penalty, at_drafts: Callable[[Tensor], Tensor]) -> Tensor:
     """A token's penalty, which does not grow with its count, `[R, D, D]`."""
-    return torch.where(count > 0, penalty.of_token[..., None], by_now(penalty.by_now))
+    return torch.where(count > 0, penalty.per_token[..., None], at_drafts(penalty.so_far))
 
 
 def _scaled(logits: Tensor, factors: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class GrammarMasks(NamedTuple):
             by_position[:, 0] = first
 
 
-def grammar_mask(
+def prepare_grammar_masks(
     batch: ScheduleBatch, block: Tensor, barrier: Callable[[], None] | None
 ) -> Callable[[], GrammarMasks | None]:
     """Return a function that builds the vocabulary masks of a block; it returns None without

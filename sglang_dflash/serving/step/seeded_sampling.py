@@ -49,7 +49,8 @@ def sample_by_token_id(
         # Each takes several times the memory of its probabilities, in float64.
         pieces = (slice(first, first + ROWS) for first in range(0, len(probs), ROWS))
         parts = [
-            _drawn(probs[piece], _of(info, piece), positions[piece], simple)[0] for piece in pieces
+            _drawn(probs[piece], _sampling_of_rows(info, piece), positions[piece], simple)[0]
+            for piece in pieces
         ]
         return torch.cat(parts), None
     tokens, weights = _drawn(probs, info, positions, simple)
@@ -65,7 +66,7 @@ def _drawn(probs: Tensor, info: Any, positions: Tensor, simple: bool) -> tuple[T
     return tokens.view(-1).int(), weights
 
 
-def _of(info: Any, rows: slice) -> Any:
+def _sampling_of_rows(info: Any, rows: slice) -> Any:
     """The sampling parameters of some rows, as far as they are read here."""
     names = ("sampling_seed", "top_ks", "top_ps", "min_ps")
     return SimpleNamespace(

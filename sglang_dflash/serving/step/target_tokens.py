@@ -50,7 +50,7 @@ class TargetTokens:
         output: sampling.LogitsProcessorOutput,
         block: Tensor,
         positions: Tensor,
-        grammar: Callable[[], Any],
+        make_grammar_masks: Callable[[], Any],
     ) -> Tensor:
         """Tokens int64 `[R, W]` of the target.
 
@@ -61,11 +61,11 @@ class TargetTokens:
                 Gets the sampling masks, if a request asks for them.
             block: int64 `[R, W]`.
             positions: int64 `[R, W]`.
-            grammar: from `sampling.grammar_mask`.
+            make_grammar_masks: from `sampling.prepare_grammar_masks`.
         """
         rows, width = block.shape
         logits = output.next_token_logits
-        mask = grammar()
+        masks = make_grammar_masks()
         info = batch.sampling_info
         if info is not None and sampling.adjusts_logits(info):
             by_position = logits.view(rows, width, -1)
@@ -76,8 +76,8 @@ class TargetTokens:
             if info.logit_bias is not None:
                 by_position += info.logit_bias[:, None]
             by_position[:, 0] = first
-        if mask is not None:
-            mask.apply(logits)
+        if masks is not None:
+            masks.apply(logits)
         if info is None or (info.is_all_greedy and info.sampling_mask_batch_indices is None):
             # As SGLang's sampler does, of logits that are not a number.
             sampling.sanitize_nan_logits(logits, "sampler: next_token_logits")

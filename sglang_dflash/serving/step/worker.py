@@ -201,10 +201,10 @@ class DFlashWorker:
     def _verify(
         self, batch: ScheduleBatch, step: Step, block: Tensor, barrier: Barrier | None
     ) -> tuple[GenerationBatchResult, Accepted]:
-        grammar = sampling.grammar_mask(batch, block, barrier)
+        make_grammar_masks = sampling.prepare_grammar_masks(batch, block, barrier)
         result = self.target_forward(batch, block, step.positions, step.slots)
         output = result.logits_output
-        tokens = self.target_tokens(batch, output, block, step.positions, grammar)
+        tokens = self.target_tokens(batch, output, block, step.positions, make_grammar_masks)
         accepted = self.accept(self._mask_unacceptable(batch, step, block), tokens)
         self.target_tokens.penalties.commit(batch, accepted.tokens, accepted.lengths)
         if output.sampling_mask_output is not None:

@@ -49,7 +49,7 @@ def allowed(logits: Tensor) -> list[int]:
 def test_each_grammar_is_applied_where_it_is_known() -> None:
     called: list[None] = []
     batch = batch_with(OwnGrammar(three_digits()), three_digits(), None)
-    make = sampling.grammar_mask(batch, BLOCK, lambda: called.append(None))
+    make = sampling.prepare_grammar_masks(batch, BLOCK, lambda: called.append(None))
     assert not called
     masks, logits = make(), torch.zeros(12, VOCAB)
     assert called == [None] and batch.sampling_info.grammar_mask is None
