@@ -44,15 +44,17 @@ class DraftMemory(NamedTuple):
             the hidden states that each graph keeps; 0 on a CPU.
     """
 
-    scratch_kv: int = 0
-    context_tables: int = 0
-    attention_workspace: int = 0
-    graph_buffers: int = 0
-    logits: int = 0
-    activations: int = 0
-    waiting_hidden: int = 0
-    texts: int = 0
-    narrow_widths: int = 0
+    # Behind each, what allocates it. Not here: what replay records (`sizes.replay_bytes`, by
+    # `Recording`) is taken from the pool of states, and `Staging` is in host memory.
+    scratch_kv: int = 0  # DraftKVCache
+    context_tables: int = 0  # in each step TorchOps.context_table, and PagedAttention.prepare
+    attention_workspace: int = 0  # TritonAttention; in each layer TorchAttention
+    graph_buffers: int = 0  # GraphedDrafter
+    logits: int = 0  # in each step TargetHead.logits and the draft head
+    activations: int = 0  # in each step DraftModel
+    waiting_hidden: int = 0  # PendingContext
+    texts: int = 0  # Lookup
+    narrow_widths: int = 0  # TargetForwardByWidth
 
     @property
     def total(self) -> int:
