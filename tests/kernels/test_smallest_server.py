@@ -17,9 +17,7 @@ from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import check_attention, check_recording
-from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.start.plan import Plan
 from sglang_dflash.tools.gpu_check.drafters import random_head
@@ -54,7 +52,7 @@ def test_the_smallest_server_passes_its_own_checks(
 ) -> None:
     for module in ("dflash_kernels.draft_attention", "sglang_dflash.serving.start.plan"):
         monkeypatch.setattr(f"{module}.processors_of", lambda _: 132)
-    device, dtype = torch.device(DEVICE), torch.float32
+    device = torch.device(DEVICE)
     ops = TritonOps() if backend == "triton" else TorchOps()
     with device:
         model = DraftModel(DraftConfig.from_dict(raw_config(**MIXED)), ops=ops).freeze()
@@ -63,12 +61,10 @@ def test_the_smallest_server_passes_its_own_checks(
     pool, context = 4 * BLOCK, 2 * BLOCK
     options.check_room(pool)
     replace(options, context=context).check_room(pool)
-    policy = WidthPolicy(BLOCK)
-    tp = TensorParallel()
-    plan = Plan(model, options, policy, BACKENDS[backend], tp, device, dtype, requests)
+    plan = Plan.of_draft(model, options, backend, BACKENDS[backend], requests)
     # SGLang reserves two blocks beyond the context.
     columns = context + 2 * BLOCK + 1
-    groups = plan.groups(pool, pool + 1, requests, columns)
+    groups = plan.groups(pool, pool + 1, requests, columns, carried=requests)
     plan.check(groups, requests)
     if backend != "torch":
         return

@@ -71,7 +71,13 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
     if recorder is None and ours.draft_graphs == "auto":
         recorder = cuda_recorder(device, backend.capabilities.capturable)
     return Plan(
-        model, options, policy, backend, tp, device, dtype,
+        model=model,
+        options=options,
+        policy=policy,
+        backend=backend,
+        tp=tp,
+        device=device,
+        kv_dtype=dtype,
         max_running=settings.max_running_requests,
         arriving=(settings.disaggregation_decode_extra_slots or 0) if role == "decode" else 0,
         disaggregated=role in ("prefill", "decode"),
@@ -79,13 +85,11 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
         attention=attention,
         recorder=recorder,
         # A prefill server verifies nothing.
-        rollback=(
-            None if role == "prefill" else make_rollback(options.recurrent_rollback, runner)
-        ),
+        rollback=(None if role == "prefill" else make_rollback(options.recurrent_rollback, runner)),
         is_checked=ours.self_check == "on",
         extension=extension,
         load_seconds=load_seconds,
-    )  # fmt: skip
+    )
 
 
 def _attention(server_args: Any, model: DraftModel, device: torch.device, kv: torch.dtype) -> str:

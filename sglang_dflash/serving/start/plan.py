@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 logger = Log(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Made once, when SGLang constructs its worker (`start.decide`). The draft is loaded by then.
+
+    Nothing has a default: a new field is to be decided for a server.
 
     Attributes:
         policy: chooses verify widths.
@@ -64,15 +66,46 @@ class Plan:
     device: torch.device
     kv_dtype: torch.dtype
     max_running: int
-    arriving: int = 0
-    disaggregated: bool = False
-    hierarchical: bool = False
-    attention: str = "torch"
-    recorder: Callable[[], Recorder] | None = None
-    rollback: Rollback | None = None
-    is_checked: bool = True
-    extension: Extension = field(default_factory=Extension)
-    load_seconds: float = 0.0
+    arriving: int
+    disaggregated: bool
+    hierarchical: bool
+    attention: str
+    recorder: Callable[[], Recorder] | None
+    rollback: Rollback | None
+    is_checked: bool
+    extension: Extension
+    load_seconds: float
+
+    @classmethod
+    def of_draft(
+        cls,
+        model: DraftModel,
+        options: ResolvedOptions,
+        attention: str,
+        backend: Backend,
+        max_running: int,
+    ) -> Plan:
+        """The plan of a draft without a server, as tools check and time it: on one rank, with the
+        whole block, unrecorded, with draft K/V of the model's device and dtype."""
+        return cls(
+            model=model,
+            options=options,
+            policy=WidthPolicy(options.verify_block),
+            backend=backend,
+            tp=TensorParallel(),
+            device=model.norm.weight.device,
+            kv_dtype=model.dtype,
+            max_running=max_running,
+            arriving=0,
+            disaggregated=False,
+            hierarchical=False,
+            attention=attention,
+            recorder=None,
+            rollback=None,
+            is_checked=True,
+            extension=Extension(),
+            load_seconds=0.0,
+        )
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -158,7 +191,7 @@ class Plan:
         target_slots: int,
         admitted: int,
         positions: int,
-        carried: int | None = None,
+        carried: int,
     ) -> tuple[KVGroup, ...]:
         """The draft KV caches beside a target pool, with attention over them.
 
@@ -167,11 +200,11 @@ class Plan:
             target_slots: of the pool, its padding included.
             admitted: requests that SGLang's sized pools admit at a time.
             positions: of a row of SGLang's request-to-token table.
-            carried: requests that the rings are for; --max-running-requests if it is None.
+            carried: requests that the rings are for.
         """
         per_slot = TaggedKVCache if self.hierarchical else DraftKVCache
         scratch = admitted * self.options.draft_block if self.backend.capabilities.scratch else 0
-        groups, sized = [], self.draft_kv(self.max_running if carried is None else carried)
+        groups, sized = [], self.draft_kv(carried)
         for layer_group, kv in zip(self.layer_groups, sized, strict=True):
             shape = layer_group.kv_shape(self.model.kv_shape)
             of_cache = shape, self.kv_dtype, self.device, scratch

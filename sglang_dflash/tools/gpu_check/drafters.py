@@ -21,8 +21,6 @@ from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.gpu.backends import ATTENTION, draft_ops
 from sglang_dflash.serving.start.plan import Plan
 
@@ -174,8 +172,7 @@ def load_draft(
     options = Options(window=load.window).resolve(config)
     block, requests = options.verify_block, load.requests
     width = load.context + 2 * block
-    policy, backend, dtype = WidthPolicy(block), ATTENTION[attention], model.dtype
-    plan = Plan(model, options, policy, backend, TensorParallel(), device, dtype, requests)
+    plan = Plan.of_draft(model, options, attention, ATTENTION[attention], requests)
     # Slot 0 and row 0 are for padding. As in a used pool, a request's slots are not adjacent.
     slots = 1 + torch.randperm(requests * width, device=device).int().view(requests, width)
     req_to_token = torch.zeros(1 + requests, positions or width, dtype=slots.dtype, device=device)
@@ -183,7 +180,8 @@ def load_draft(
     rows = 1 + torch.arange(requests, device=device)
     lengths = torch.full_like(rows, load.context)
     request_slots = RequestSlots(req_to_token, rows, lengths, load.context)
-    groups = plan.groups(requests * width, 1 + requests * width, requests, req_to_token.shape[1])
+    pool, columns = requests * width, req_to_token.shape[1]
+    groups = plan.groups(pool, 1 + pool, requests, columns, carried=requests)
     for group in groups:
         group.cache.kv.normal_()
         _fill(group, request_slots)
@@ -198,7 +196,7 @@ def load_draft(
         requests=request_slots,
         bonus=torch.randint(config.vocab_size, (requests,), device=device),
         targets=torch.randint(config.vocab_size, (requests, block), device=device),
-        hidden=torch.randn(tokens, config.target_hidden_width, device=device, dtype=dtype),
+        hidden=torch.randn(tokens, config.target_hidden_width, device=device, dtype=model.dtype),
         positions=block_positions.flatten(),
         slots=req_to_token[rows[:, None], block_positions].long().flatten(),
     )

@@ -28,7 +28,6 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import MOST_WAITING_STEPS, Options
-from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.pending_context import PendingContext
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.memory.draft_memory import (
@@ -92,8 +91,7 @@ def plan_for(
     model = random_model(config, device, dtype)
     asked = Options(window=window, looks_up=True, verify_block=blocks * config.block_size)
     options = asked.resolve(config)
-    policy, tp = WidthPolicy(options.verify_block), TensorParallel()
-    return Plan(model, options, policy, BACKENDS[backend], tp, device, dtype, RUNNING)
+    return Plan.of_draft(model, options, backend, BACKENDS[backend], RUNNING)
 
 
 def needs(plan: Plan, recorded: int = 0, widths: Sequence[int] = ()) -> DraftMemory:
@@ -114,7 +112,7 @@ def narrow(plan: Plan, widths: Sequence[int]) -> WidthPolicy:
 
 
 def drafter_of(plan: Plan, slots: int) -> Drafter:
-    groups = plan.groups(slots - 1, slots, RUNNING, POSITIONS)
+    groups = plan.groups(slots - 1, slots, RUNNING, POSITIONS, carried=RUNNING)
     return Drafter(plan.model, random_head(plan.model), groups, plan.options)
 
 
@@ -122,7 +120,7 @@ def drafter_of(plan: Plan, slots: int) -> Drafter:
 def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | None) -> None:
     """FA3 and FA4 have such entries."""
     plan = plan_for("pages", window, DraftConfig.from_dict(raw_config(**SLIDING)))
-    groups = plan.groups(8999, 9000, RUNNING, POSITIONS)
+    groups = plan.groups(8999, 9000, RUNNING, POSITIONS, carried=RUNNING)
     plan.check(groups, RUNNING)
     assert not any(group.cache.kv.any() for group in groups)
 

@@ -56,10 +56,9 @@ def plan_of(pair: Pair, options: ResolvedOptions, policy: WidthPolicy, name: str
             model = DraftModel(config_of(pair.draft), ranks)
     finally:
         torch.set_default_dtype(before)
-    return Plan(
-        model, options, policy, ATTENTION[name], ranks, CUDA, torch.bfloat16, REQUESTS,
-        recorder=OpRecorder if ATTENTION[name].capabilities.capturable else None,
-    )  # fmt: skip
+    plan = Plan.of_draft(model, options, name, ATTENTION[name], REQUESTS)
+    recorder = OpRecorder if plan.backend.capabilities.capturable else None
+    return replace(plan, policy=policy, tp=ranks, device=CUDA, recorder=recorder)
 
 
 @pytest.fixture(autouse=True)

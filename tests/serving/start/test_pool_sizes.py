@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +26,6 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.memory.draft_memory import default_captures
 from sglang_dflash.memory.pools import sglang_states
 from sglang_dflash.serving.gpu.backends import ATTENTION
@@ -116,11 +115,10 @@ def plan_of(kind: str) -> Plan:
     config = DraftConfig.from_pretrained(demo_pair(kind).draft)
     given = Options(window=get_spec().speculative_draft_window_size).resolve(config)
     model = random_model(config, torch.device("cpu"), torch.bfloat16)
-    return Plan(
-        model, given, WidthPolicy(given.verify_block), ATTENTION["triton"], TensorParallel(),
-        torch.device("cuda"), torch.bfloat16, get_schedule().max_running_requests,
-        recorder=SimpleNamespace, rollback=REPLAYS if kind == "hybrid" else None,
-    )  # fmt: skip
+    running, rollback = get_schedule().max_running_requests, REPLAYS if kind == "hybrid" else None
+    plan = Plan.of_draft(model, given, "triton", ATTENTION["triton"], running)
+    cuda = torch.device("cuda")
+    return replace(plan, device=cuda, recorder=SimpleNamespace, rollback=rollback)
 
 
 def pools(kind: str, worker: str, free: int, flags: Sequence[str]) -> dict[str, Any]:

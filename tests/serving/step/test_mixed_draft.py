@@ -20,9 +20,7 @@ from sglang_dflash.drafting.groups import ContextWrite
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
-from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.start.plan import Plan
 from sglang_dflash.serving.step.prefill import PromptTokens
 from tests.conftest import random_model, raw_config
@@ -54,11 +52,10 @@ class Pool:
         save_model(random_model(RAW), RAW, folder, torch.float32)
         model = load_model(folder, dtype=torch.float32)
         self.tensors, self.embed = read_tensors(folder), torch.randn(64, 32)
-        self.window, cpu = window, torch.device("cpu")
+        self.window = window
         options = Options(window=window, draft_kv_tokens=entries).resolve(model.config)
-        policy, tp, kv_dtype = WidthPolicy(options.verify_block), TensorParallel(), torch.float32
-        plan = Plan(model, options, policy, BACKENDS[backend], tp, cpu, kv_dtype, RUNNING)
-        self.groups = plan.groups(SLOTS - 1, SLOTS, ROWS, COLUMNS)
+        plan = Plan.of_draft(model, options, backend, BACKENDS[backend], RUNNING)
+        self.groups = plan.groups(SLOTS - 1, SLOTS, ROWS, COLUMNS, carried=RUNNING)
         head = TargetHead(lambda ids: self.embed[ids], self._logits)
         self.drafter = Drafter(model, head, self.groups, options)
         self.features = model.config.target_hidden_width
