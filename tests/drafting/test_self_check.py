@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
+from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.draft_counters import DraftCounts
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.groups import KVGroup
@@ -59,6 +60,8 @@ class Other:
                 return out
             parts = [out] if isinstance(out, Tensor) else list(out)
             parts[0] = parts[0] + (self._change if parts[0].is_floating_point() else 1)
+            if isinstance(out, ContextTable):
+                return ContextTable(*parts)
             return parts[0] if isinstance(out, Tensor) else tuple(parts)
 
         return run
