@@ -142,8 +142,11 @@ def _suggestion(role: str, name: str) -> str:
     name with something behind it, such as -FP8, is another checkpoint, and no slip."""
     by_model = {each.casefold().rpartition("/")[2]: each for each in shipped(role)}
     model = name.casefold().rpartition("/")[2]
-    if any(model.startswith(f"{each}-") and model != f"{each}-" for each in by_model):
-        return f"no facts of it are shipped: give a folder with the {role}'s config.json"
+    for base, published in by_model.items():
+        if model.startswith(f"{base}-") and model != f"{base}-":
+            required = f"no facts of it are shipped: give a folder with the {role}'s config.json"
+            in_8_bits = f", or {published} with --quantization fp8"
+            return required + (in_8_bits if model == f"{base}-fp8" else "")
     near = difflib.get_close_matches(model, by_model, cutoff=0.75)
     if near:
         return f"did you mean {' or '.join(repr(by_model[text]) for text in near)}?"

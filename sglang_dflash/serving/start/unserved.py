@@ -110,7 +110,7 @@ UNSERVED = (
         "they send fewer kinds of state",
         "`mooncake`",
         in_docs="`--disaggregation-transfer-backend` other than `mooncake` and `nixl` (`nixl` by "
-        "reading only)",
+        "reading SGLang's code only: it has not been run)",
     ),
     Unserved(
         "--disaggregation-enable-kv-checksum",

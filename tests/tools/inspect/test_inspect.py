@@ -341,6 +341,8 @@ def test_names_are_found_in_any_case_and_near_ones_are_suggested(
     for name in ("Qwen/Qwen3-8B-FP8", "me/qwen3-8b-awq"):
         shown = refusal(capsys, name, draft)
         assert "did you mean" not in shown and "no facts of it are shipped" in shown
+        in_8_bits = "or Qwen/Qwen3-8B with --quantization fp8"
+        assert (in_8_bits in shown) == name.endswith("-FP8")
     shown = refusal(capsys, "Qwen/Nonesuch", draft)
     assert "'Qwen/Nonesuch'" in shown and "did you mean" not in shown
     assert all(known in shown for known in published_pairs())
