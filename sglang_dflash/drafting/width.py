@@ -84,7 +84,7 @@ class WidthPolicy:
         """Take in how long a step took."""
 
     def observe(self, rids: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
-        """Take in the outcome of a step of that width. Called once per step, in their order.
+        """Take in the outcome of a step of that width: once per step, in the order of the steps.
 
         Args:
             rids: ids of the requests that took drafts and still run.
