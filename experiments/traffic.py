@@ -35,7 +35,7 @@ from experiments.runner import NoOptions as Options
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.backend import AttentionSizes
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter, sanitize
+from sglang_dflash.drafting.drafter import Drafter, nonfinite_rows
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
@@ -76,7 +76,7 @@ SHORT = {
     ("z-lab/Qwen3-8B-DFlash-b16", 64, "propose"): 1.107,
     ("z-lab/Qwen3.5-27B-DFlash", 64, "propose"): 1.105,
     ("z-lab/Qwen3.5-35B-A3B-DFlash", 64, "propose"): 1.083,
-    ("z-lab/Qwen3.5-35B-A3B-DFlash", 64, "absorb"): 1.222,
+    ("z-lab/Qwen3.5-35B-A3B-DFlash", 64, "absorb"): 1.201,
 }
 
 
@@ -166,7 +166,9 @@ def _step(
         texts.write(request_slots.rows[:, None], flat.view(ids.shape), filled)
         texts.learn(accepted)
     with record_launches(scene) as absorb:
-        kv = model.project_context(sanitize(model.context_features(hidden))[0])
+        features = model.context_features(hidden)
+        nonfinite_rows(features)
+        kv = model.project_context(features)
         for group, at in zip(groups, entries, strict=True):
             group.store(model, kv, flat, at)
     return {

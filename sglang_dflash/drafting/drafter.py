@@ -113,7 +113,8 @@ class Drafter:
     ) -> None:
         if len(slots) == 0:
             return
-        features, broken = sanitize(self.model.context_features(target_hidden))
+        features = self.model.context_features(target_hidden)
+        broken = nonfinite_rows(features)
         self.counters.add_nonfinite(broken if committed is None else committed & broken)
         kv = self.model.project_context(features)
         writes = writes or (ALL_TOKENS,) * len(self.groups)
@@ -157,16 +158,16 @@ class Drafter:
         return {}
 
 
-def sanitize(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace NaN and Inf by zeros. Returns features `[N, E]`, and bool `[N]`, True for a
-    token whose hidden states held one.
+def nonfinite_rows(features: Tensor) -> Tensor:
+    """Return bool `[N]`, True for a token of whose features `[N, E]` one or more are NaN or Inf.
 
-    Attention multiplies masked entries by 0, and 0 times NaN would reach other requests. Every
-    feature is a sum over all hidden states, so that checking the first one suffices.
+    Not all of them need be: of a sum that overflows before a norm, the norm makes NaN, and zeros of
+    the token's other features.
     """
-    first = features[:, 0]
+    # Finite features are far from the limits of float32, and so is their sum.
+    total = features.sum(-1, dtype=torch.float32)
     # The difference is NaN if it is not finite. Two launches; `isfinite` and `~` take five.
-    return features.nan_to_num(0.0, 0.0, 0.0), first - first != 0
+    return total - total != 0
 
 
 # An experiment's drafter is made by a function with the signature of `Drafter`.

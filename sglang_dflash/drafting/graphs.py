@@ -219,7 +219,6 @@ class _Buffers:
         self.ids = zeros(len(RULES), requests, drafter.draft_block)
         self.positions, self.slots = zeros(tokens), zeros(tokens)
         self.committed = zeros(tokens, dtype=torch.bool)
-        # Rows of padding are projected too: they must be finite.
         self.hidden = weight.new_zeros(tokens, drafter.model.config.target_hidden_width)
 
     @property

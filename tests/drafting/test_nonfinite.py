@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters, DraftCounts
-from sglang_dflash.drafting.drafter import Drafter, sanitize
+from sglang_dflash.drafting.drafter import Drafter, nonfinite_rows
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
@@ -69,16 +69,34 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_features_are_made_finite_in_three_launches(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("place", [0, 5, -1])
+def test_all_features_are_judged_in_three_launches(dtype: torch.dtype, place: int) -> None:
     """A prompt's are computed without a recording: each launch costs the host some microseconds."""
     largest = torch.finfo(dtype).max
-    first = torch.tensor([0, -0.0, largest, -largest, math.inf, -math.inf, math.nan], dtype=dtype)
-    features = torch.stack((first, torch.ones_like(first)), dim=1)
+    values = torch.tensor([0, -0.0, largest, -largest, math.inf, -math.inf, math.nan], dtype=dtype)
+    features = torch.ones(len(values), 7, dtype=dtype)
+    features[:, place] = values
     with Launches() as launches:
-        finite, broken = sanitize(features)
+        broken = nonfinite_rows(features)
     assert broken.tolist() == [False] * 4 + [True] * 3
-    assert finite[:, 0].tolist() == [0, 0, largest, -largest, 0, 0, 0] and (finite[:, 1] == 1).all()
     assert launches.count == 3
+
+
+def test_large_features_are_sound() -> None:
+    """Their sum is beyond float16's range."""
+    assert not nonfinite_rows(torch.full((1, 4096), 1000.0, dtype=torch.float16)).any()
+
+
+def test_one_feature_that_overflows_counts() -> None:
+    """As in float16: the norm makes zeros of all other features."""
+    broken = drafter()
+    broken.model.fc.weight.data[5] = 3e38
+    hidden = torch.ones(4, broken.model.config.target_hidden_width)
+    features = broken.model.context_features(hidden)
+    assert features.isfinite().all(0).tolist() == [at != 5 for at in range(features.shape[1])]
+    with torch.inference_mode():
+        broken.absorb(hidden, torch.arange(4), torch.arange(4))
+    assert counts(broken).nonfinite == 4
 
 
 def test_a_sound_draft_counts_nothing() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter, sanitize
+from sglang_dflash.drafting.drafter import Drafter, nonfinite_rows
 from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads.head import TargetHead
@@ -124,7 +124,9 @@ class LoadedDraft:
                 group.cache.place(self.slots, (steps < accepted.lengths[:, None]).flatten())
 
         def absorb() -> None:
-            kv = model.project_context(sanitize(model.context_features(self.hidden))[0])
+            features = model.context_features(self.hidden)
+            nonfinite_rows(features)
+            kv = model.project_context(features)
             for group, at in zip(groups, entries, strict=True):
                 group.store(model, kv, self.positions, at)
 
