@@ -22,7 +22,7 @@ from torch import Tensor
 from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.attention.table import PADDING_SLOT
 from sglang_dflash.drafting.groups import KVGroup
-from sglang_dflash.serving.kv_transfer.staging import Staging, StagingBuffer
+from sglang_dflash.serving.kv_transfer.staging import NUMBER, Staging, StagingBuffer, page_locked
 
 # Tokens that are copied at a time, at most: device memory beyond what is reserved stays small.
 PIECE = 4096
@@ -53,26 +53,35 @@ class HostTier:
 
     Attributes:
         loaded: tokens whose target K/V came back so far.
-        loaded_draft: those of them whose draft K/V came back, for the layers that see the most.
     """
 
     def __init__(self, groups: Sequence[KVGroup], carried: int, sends: bool = False) -> None:
         """`groups`: with tags; `carried`: requests that run at a time, at most; `sends`: whether
         draft K/V goes on to another server, from the slots as they are."""
-        # Groups with a window come first: their copies are short, and need not wait for a long one.
-        self._groups = sorted(groups, key=lambda group: not group.reach.is_bounded)
+        # Narrow windows come first: their copies are short, and need not wait for a long one.
+        self._groups = sorted(groups, key=_tokens_seen)
         self._carried, self._sends = carried, sends
         tags = groups[0].cache.tags
         if tags is None:
             raise ValueError("groups: every token has draft K/V; tags are required")
-        self._staging = Staging(tags.entry_of.device)
+        device = tags.entry_of.device
+        self._staging = Staging(device)
         self._host_kv: list[HostKV] = []
         self._planned: deque[Callable[[], Iterator[int]]] = deque()
         # The rest of each copy that has begun. `_generation` numbers the copies; by slot, the one
         # that claimed it last, 0 if a forward has written to it since.
         self._begun: deque[Iterator[int]] = deque()
         self._generations, self._generation = torch.zeros_like(tags.entry_of), 0
-        self.loaded = self.loaded_draft = 0
+        self.loaded = 0
+        # Tokens whose draft K/V came back: only the device knows. And the host's copy.
+        self._placed = torch.zeros(1, dtype=torch.int64, device=device)
+        self._placed_seen = page_locked(NUMBER, device).view(torch.int64).zero_()
+
+    @property
+    def loaded_draft(self) -> int:
+        """Those of `loaded` whose draft K/V has come back, for the layers that see the most, up to
+        the newest copy that the device has finished."""
+        return int(self._placed_seen)
 
     def attach(self, allocator: Any) -> None:
         """Let SGLang's copies from and to the slots of that allocator find this tier."""
@@ -194,8 +203,10 @@ class HostTier:
             at = torch.where(live, at, PADDING_SLOT)
             entries = group.cache.place(at, live, self._fair_share(group))
             _raw(group.cache.kv)[entries] = rows
+            if group is self._groups[-1]:
+                self._placed.add_((entries >= 0).sum())
+                self._placed_seen.copy_(self._placed, non_blocking=True)
             yield len(rows)
-        self.loaded_draft += max(map(len, chosen), default=0)
 
     def _chosen(self, group: KVGroup, live: Tensor) -> Tensor:
         """Return the tokens of a prefix to load, int64, of those that the host has, bool `[N]`. Of
@@ -209,6 +220,11 @@ class HostTier:
 
     def _fair_share(self, group: KVGroup) -> int | None:
         return group.fair_share(1, self._carried) if group.reach.is_bounded else None
+
+
+def _tokens_seen(group: KVGroup) -> float:
+    """Most context tokens that a draft's layers of the group see."""
+    return inf if group.reach.tokens is None else group.reach.tokens + group.reach.sinks
 
 
 def _one_ahead(begun: Iterator[T]) -> Iterator[T]:

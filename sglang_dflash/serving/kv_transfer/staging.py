@@ -49,7 +49,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._at = device, 0
-        self._ring = _page_locked(RING, device)
+        self._ring = page_locked(RING, device)
         self._used = deque[StagingBuffer]()
         # On their way to the host, and what the thread is to do then.
         self._sent = deque[tuple[Any, Job, StagingBuffer | None]]()
@@ -162,7 +162,8 @@ def _inferred(job: Job) -> object:
         return job()
 
 
-def _page_locked(size: int, device: torch.device) -> Tensor:
+def page_locked(size: int, device: torch.device) -> Tensor:
+    """Host memory of so many bytes, uint8 `[size]`, which copies need not wait for."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 

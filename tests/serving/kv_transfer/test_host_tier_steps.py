@@ -155,6 +155,23 @@ def test_a_slot_that_is_used_again_before_it_is_loaded_is_left_alone(kind: str) 
     write(cache, at(12, 13), [-2.0, -2.0])
     tier.run_copies(nothing)
     assert read(cache, torch.arange(11, 17)) == [1.0, -2.0, -2.0, 4.0, 5.0, 6.0]
+    # That of slot 13 had come back before.
+    assert (tier.loaded, tier.loaded_draft) == (6, 5)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_load_that_comes_too_late_is_not_counted(kind: str) -> None:
+    tier, cache = of(CACHES[kind](torch.float32))
+    write(cache, at(1, 2, 3), [1.0, 2.0, 3.0])
+    tier.plan_backup(at(1, 2, 3), at(30, 31, 32), HOST)
+    tier.run_copies(nothing)
+    tier.plan_backup(torch.arange(4, 10), torch.arange(33, 39), HOST)
+    tier.plan_load(at(30, 31, 32), at(11, 12, 13))
+    # All that this step copies is of the backup.
+    tier.run_copies(nothing, at(11, 12, 13))
+    tier.run_copies(nothing)
+    assert read(cache, at(11, 12, 13)) == [None] * 3
+    assert (tier.loaded, tier.loaded_draft) == (3, 0)
 
 
 def test_slots_of_copies_that_wait_are_dead_at_once() -> None:
@@ -278,7 +295,10 @@ def test_the_host_waits_for_no_device(
         return buffer
 
     monkeypatch.setattr(Staging, "_take", taken)
-    monkeypatch.setattr(staging, "_page_locked", lambda size, _: torch.zeros(size).byte())
+    for module in (staging, host_tier):
+        monkeypatch.setattr(
+            module, "page_locked", lambda size, _: gpu.pin(torch.zeros(size).byte())
+        )
     monkeypatch.setattr(host_tier, "_used_here", lambda _: None)
     with gpu:
         cache = TaggedKVCache(SLOTS, SHAPE, torch.float32, "cuda")
@@ -295,7 +315,8 @@ def test_the_host_waits_for_no_device(
         tier.plan_load(torch.arange(30, 38), slots)
         for _ in range(4):
             tier.run_copies(nothing, slots[:0])
-        assert len(gpu.crossings) == 2 * out
+        # With the number of each piece's tokens that came.
+        assert len(gpu.crossings) == 2 * out + 4
         assert not any(crossing.waits for crossing in gpu.crossings)
 
 
