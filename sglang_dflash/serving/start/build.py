@@ -132,6 +132,7 @@ class DFlashSpecWorker(BaseSpecWorker):
 
         Raises:
             ConfigError: the pool is too small for the block.
+            RuntimeError: SGLang sized it without what `_reserve` has told.
             SelfCheckFailed: an operation differs from torch's.
         """
         plan, runner = self._plan, self._target_worker.model_runner
@@ -141,7 +142,6 @@ class DFlashSpecWorker(BaseSpecWorker):
         tokens = allocator.size_full
         # Recurrent states may let fewer run than --max-running-requests.
         carried = memory.carried_by(runner)
-        carried = plan.max_running if carried is None else carried
         slots = tokens + allocator.page_size
         groups = plan.groups(tokens, slots, admitted, req_to_token.shape[1], carried)
         if plan.is_checked:

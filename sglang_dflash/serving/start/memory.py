@@ -217,19 +217,30 @@ def _charge_draft(configurator: Any, reservation: DraftReservation, per_token: i
     configurator.dflash_draft_cell_size_per_token = per_token or None
 
 
-def carried_by(runner: Any) -> int | None:
-    """Requests that the sized recurrent states of the target's runner let run; None before the
-    sizing."""
-    reservation = reservation_of(runner.kv_cache_configurator)
-    return None if reservation is None else reservation.carried
+def carried_by(runner: Any) -> int:
+    """Requests that the sized recurrent states of the target's runner let run, of a server of our
+    worker. Raises RuntimeError: the pools were sized without the reservation."""
+    return _charged(runner.kv_cache_configurator).carried
 
 
 def note_eager_steps(configurator: Any) -> None:
     """Note that draft steps run eagerly after all: SGLang's sizing after the captures then leaves
     memory for them."""
+    note_reservation(configurator, replace(_charged(configurator), recorded=False))
+
+
+def _charged(configurator: Any) -> DraftReservation:
+    """Return the reservation that the pools were sized with. Raises RuntimeError without one: what
+    the drafter allocates would be missing later."""
     reservation = reservation_of(configurator)
-    if reservation is not None:
-        note_reservation(configurator, replace(reservation, recorded=False))
+    if reservation is None or reservation.charge is None:
+        raise RuntimeError(
+            "SGLang sized its KV pools without the drafter's memory: the reservation in "
+            "`spec_aux_config` did not reach `KVCacheConfigurator.config_from_budget`. Another "
+            "plugin, or another version of SGLang, may build it anew; with "
+            "--speculative-dflash-worker builtin, nothing is reserved"
+        )
+    return reservation
 
 
 def table_positions(context_len: int) -> int:

@@ -24,6 +24,7 @@ from sglang_dflash.plugins.platform_cpu.attention import CpuKVPool
 from sglang_dflash.serving.start import build, decide
 from sglang_dflash.serving.start.build import DFlashSpecWorker
 from sglang_dflash.serving.start.flags import ATTRIBUTE
+from sglang_dflash.serving.start.plan import Plan
 from sglang_dflash.serving.step.extension import Extension, load_extension
 from sglang_dflash.serving.step.step import StepObserver
 from tests.conftest import random_model
@@ -176,6 +177,18 @@ def test_rings_are_shared_by_the_requests_that_the_pools_let_run(
     """Recurrent states may let fewer run than --max-running-requests, which is 2 here."""
     monkeypatch.setattr(build.memory, "carried_by", lambda _: 1)
     assert started().dflash.carried == 1
+
+
+def test_pools_without_the_reservation_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft caches beside them would be memory that nothing was left for."""
+
+    def refuses(_runner: Any) -> int:
+        raise RuntimeError("sized without it")
+
+    monkeypatch.setattr(build.memory, "carried_by", refuses)
+    monkeypatch.setattr(Plan, "groups", lambda *_: pytest.fail("allocates"))
+    with pytest.raises(RuntimeError, match="sized without it"):
+        started()
 
 
 @pytest.mark.parametrize(("role", "rows"), [("null", 3), ("decode", 8)])

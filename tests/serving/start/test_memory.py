@@ -146,6 +146,21 @@ def test_a_runner_that_our_worker_does_not_serve_is_sized_by_sglang(
     assert tokens(runner) == 8_000 and reservation_of(runner.kv_cache_configurator) is None
 
 
+def test_a_lost_reservation_ends_the_start() -> None:
+    """SGLang's sizing saw a description of its own making, in place of ours."""
+    runner = runner_with(reserving(RING))
+    configurator = runner.kv_cache_configurator
+    with pytest.raises(RuntimeError, match="without the drafter's memory"):
+        memory.carried_by(runner)  # It has not sized yet.
+    tokens(runner)
+    assert memory.carried_by(runner) == RUNNING
+    configurator.spec_aux_config = SpecAuxHiddenStateConfig(dflash_draft_num_layers=1)
+    tokens(runner)
+    for use in (lambda: memory.carried_by(runner), lambda: memory.note_eager_steps(configurator)):
+        with pytest.raises(RuntimeError, match="did not reach `KVCacheConfigurator"):
+            use()
+
+
 def test_what_is_needed_beside_is_left_free() -> None:
     assert tokens(runner_with(reserving(GroupKVSize(DRAFT, None), needed=NEEDED))) == 7_200
     assert tokens(runner_with(reserving(RING, needed=NEEDED))) == (
