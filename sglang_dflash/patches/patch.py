@@ -111,14 +111,26 @@ def install(rows: Iterable[Patch]) -> None:
     Raises:
         PatchError: a target does not exist, or another party has changed it.
     """
-    rows = [row for row in rows if not _in_place(row)]
-    for row in rows:
-        check(row)
-    for row in rows:
+    for row in check_ahead(rows):
         try:
             _apply(row)
         except Exception as error:
             raise _error(row, f"{type(error).__name__}: {error}") from error
+
+
+def check_ahead(rows: Iterable[Patch]) -> list[Patch]:
+    """Check rows that will be installed later, maybe in another process whose plugins are the same.
+
+    Returns:
+        Those that are not in place already.
+
+    Raises:
+        PatchError: as for `install`.
+    """
+    missing = [row for row in rows if not _in_place(row)]
+    for row in missing:
+        check(row)
+    return missing
 
 
 def install_late(rows: Iterable[Patch], purpose: str) -> None:

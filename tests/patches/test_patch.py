@@ -19,6 +19,7 @@ from sglang_dflash.patches.patch import (
     PatchError,
     any_in_place,
     check,
+    check_ahead,
     install,
     install_late,
     is_loaded,
@@ -377,3 +378,11 @@ def test_late_rows_that_another_plugin_of_ours_has_installed_are_skipped(mod: Mo
     install_late([shared, own], "a test")
     assert len(HookRegistry._hooks[TARGET]) == len(HookRegistry._hooks[METHOD]) == 1
     assert mod.plain(3) == 8
+
+
+def test_rows_are_checked_ahead_of_their_install(mod: ModuleType) -> None:
+    shared, own = patch(TARGET, Kind.AROUND, doubled), patch(METHOD, Kind.AROUND, doubled)
+    install([shared])
+    assert check_ahead([shared, own]) == [own] and METHOD not in HookRegistry._hooks
+    with pytest.raises(PatchError, match=r"home\.mod\.missing"):
+        check_ahead([own, patch("home.mod.missing", Kind.AROUND, doubled)])

@@ -167,7 +167,7 @@ def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
     layers = mambaish_config(model_runner.model_config)
     if layers is None:
         return None
-    can_replay = hybrid_gdn_config(model_runner.model_config) is not None
+    can_replay = replays("auto", model_runner.model_config)
     if requested == "replay" and not can_replay:
         raise ConfigError(
             "recurrent_rollback",
@@ -175,10 +175,15 @@ def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
             f"it is for Gated DeltaNet layers, this target's are {type(layers).__name__}; give "
             "'snapshot' or leave it at 'auto'",
         )
-    if requested == "snapshot" or not can_replay:
+    if not replays(requested, model_runner.model_config):
         return Rollback(model_runner)
     install_late(REPLAY_PATCHES, "replay of recurrent layers")
     return Replay(model_runner, _ops(torch.device(model_runner.device)))
+
+
+def replays(requested: str, model_config: Any) -> bool:
+    """Return whether replay serves a target, by SGLang's config of it."""
+    return requested != "snapshot" and hybrid_gdn_config(model_config) is not None
 
 
 def _ops(device: torch.device) -> ReplayOps:

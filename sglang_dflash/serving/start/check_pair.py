@@ -22,12 +22,15 @@ from sglang_dflash.drafting.attention.backend import choose_backend
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import asks_dflash
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.patches.patch import check_ahead
 from sglang_dflash.serving.gpu.backends import (
     ATTENTION,
     asked_attention,
     check_kv_dtype,
     draft_kv_dtype,
 )
+from sglang_dflash.serving.hybrid.rollback import replays
+from sglang_dflash.serving.patches import BUILTIN_PATCHES, REPLAY_PATCHES, WORKER_PATCHES
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.start.choose_worker import unserved
 from sglang_dflash.serving.start.draft_files import (
@@ -49,6 +52,7 @@ def check_pair(server_args: Any) -> None:
     Raises:
         ConfigError: the draft checkpoint, the pair or our settings cannot work; the message names
             field and value.
+        PatchError: a patch of the worker that will serve cannot be applied.
     """
     settings = resolving_view(server_args)
     flags.warn_unguarded(settings.tokenizer_worker_num)
@@ -102,6 +106,7 @@ def _check(server_args: Any, settings: Any) -> None:
     reason = BUILTIN_FLAG if asks_builtin else unserved(server_args, settings, folder)
     if config is None or reason is not None:
         flags.warn_without_effect(server_args, f"with SGLang's built-in worker ({reason})")
+        check_ahead(BUILTIN_PATCHES)
     else:
         _check_ours(server_args, settings, model, config)
 
@@ -123,7 +128,8 @@ def _check_draft(settings: Any, model: Any, config: DraftConfig, folder: str) ->
 
 def _check_ours(server_args: Any, settings: Any, model: Any, config: DraftConfig) -> None:
     """Raise ConfigError for what our worker cannot serve and the built-in one may: it is not asked
-    of a server that falls back to that one."""
+    of a server that falls back to that one. Raise PatchError if our worker's patches cannot be
+    applied."""
     options = flags.flag_options(server_args, settings).resolve(config)
     # Raises if the width flags do not fit the server.
     flags.width_policy(server_args, settings, options)
@@ -133,6 +139,10 @@ def _check_ours(server_args: Any, settings: Any, model: Any, config: DraftConfig
     # The built-in worker may split the draft otherwise. Raises if heads do not divide.
     with torch.device("meta"):
         DraftModel(config, TensorParallel(size=settings.tp_size))
+    # A scheduler process applies them when it has loaded the target.
+    verifies = settings.disaggregation_mode != "prefill"
+    replayed = verifies and replays(options.recurrent_rollback, model)
+    check_ahead(WORKER_PATCHES + (REPLAY_PATCHES if replayed else ()))
 
 
 def _warn_of_precision(settings: Any, model: Any, folder: str) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.patches.patch import PatchError
 from sglang_dflash.plugins.platform_cpu import OVERLAP
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.start import flags
@@ -179,6 +180,37 @@ def test_without_a_draft_the_published_one_serves(
     assert resolving_view(given).speculative_draft_model_path == "z-lab/Qwen3.6-27B-DFlash"
     assert set(fetched) == {"z-lab/Qwen3.6-27B-DFlash"} and serving(given) == "ours"
     assert "z-lab/Qwen3.6-27B-DFlash is published for" in capfd.readouterr().err
+
+
+BUILTIN = ("--speculative-dflash-worker", "builtin")
+SNAPSHOT = ("--speculative-dflash-recurrent-rollback", "snapshot")
+# A function that a scheduler process patches once the target is loaded -> pair and flags of servers
+# that need it, and of others.
+PATCHED_LATE: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, ...]]]] = {
+    "disaggregation.utils.setup_state_kv_args": ([("dense",), ("hybrid",)], [("dense", *BUILTIN)]),
+    "layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend": (
+        [("hybrid",)], [("dense",), ("hybrid", *SNAPSHOT), ("hybrid", *BUILTIN)],
+    ),
+    "models.dflash.DFlashDraftModel.load_weights": ([("dense", *BUILTIN)], [("dense",)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", PATCHED_LATE)
+def test_a_patch_that_cannot_be_applied_is_refused_before_weights_are_loaded(
+    function: str, resolve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needing, others = PATCHED_LATE[function]
+
+    def started(kind: str, *more: str) -> Any:
+        pair = demo_pair(kind)
+        return resolve(server_flags(*more, target=pair.target, draft=pair.draft))
+
+    assert all(started(*server) for server in needing)
+    monkeypatch.setattr(f"sglang.srt.{function}", lambda *_: None)
+    for server in needing:
+        with pytest.raises(PatchError, match=f"{function} .*already changed by tests"):
+            started(*server)
+    assert all(started(*server) for server in others)
 
 
 def test_our_flags_are_in_the_help(parser: argparse.ArgumentParser) -> None:
