@@ -16,11 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
+from sglang_dflash.checkpoint.heads.dflash2 import MOST_CANDIDATES
 
 # Columns of a chunk, and chunks of a program.
 CHUNK, CHUNKS = 64, 64
-# Beyond it, a program of `candidates_kernel` would not fit.
-MOST = 64
 _LAST = tl.constexpr(0x7FFFFFFF)
 
 
@@ -96,11 +95,13 @@ def candidates(values: Tensor, columns: Tensor, logits: Tensor) -> None:
     lower column first. NaN is larger than all others.
 
     Args:
-        values: `[N, K]`, contiguous, written. K is at most `MOST` and at most V.
+        values: `[N, K]`, contiguous, written. K is at most `MOST_CANDIDATES` and at most V.
         columns: int64 `[N, K]`, contiguous, written.
         logits: `[N, V]`, rows of any stride.
     """
     count, k = values.shape
+    if k > MOST_CANDIDATES:
+        raise ValueError(f"values: {k} of each row; at most {MOST_CANDIDATES} can be taken")
     if not count:
         return
     width = logits.shape[1]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dflash_kernels.accept import accept
 from dflash_kernels.add_rms_norm import add_rms_norm
-from dflash_kernels.candidates import MOST, candidates
+from dflash_kernels.candidates import candidates
 from dflash_kernels.context_table import context_table
 from dflash_kernels.convolve import convolve
 from dflash_kernels.draft_source import choose_source, learn_source
@@ -119,9 +119,6 @@ class TritonOps(TorchOps):
         return out
 
     def candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """As torch, and by torch if k is larger than 64."""
-        if k > MOST:
-            return super().candidates(logits, k)
         values = logits.new_empty(len(logits), k)
         columns = torch.empty(values.shape, dtype=torch.int64, device=logits.device)
         candidates(values, columns, logits)

@@ -45,6 +45,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.heads.dflash2 import MOST_CANDIDATES
 from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.drafting.draft_source import CLASSES, DECAY, PRIOR_STEPS
 from tests.kernels.instructions import WARP, executed
@@ -231,7 +232,7 @@ def dflash2_cases() -> list[Case]:
             logits=some["CHUNK"] * some["CHUNKS"],
         )
     ]
-    for k in (16, candidates.MOST):
+    for k in (16, MOST_CANDIDATES):
         sizes = {"K": k, "TOP": candidates.top(k), "BLOCK": candidates.block(width, k)}
         found.append(
             Case(

@@ -8,8 +8,11 @@ from dflash_kernels import candidates, convolve, walk
 from dflash_kernels.draft_ops import TritonOps
 from torch import Tensor
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
+from tests.conftest import raw_config, with_own
+from tests.errors import refused
 from tests.kernels.support import DEVICE, Canaries, counted_bytes
 from tests.kernels.test_fused_ops import check_close, some
 
@@ -91,14 +94,20 @@ def test_candidates(
     assert canaries.are_alive()
 
 
-def test_many_candidates_are_torchs() -> None:
+def test_a_draft_has_no_more_candidates_than_the_kernel_takes() -> None:
+    """Torch's would sort them from a copy of all logits, for which no memory is reserved."""
+
+    def row_values(top_k: int) -> int:
+        own = with_own(selector_rank=8, selector_top_k=top_k)
+        return DraftConfig.from_dict(raw_config(vocab_size=300, **own)).head.row_values
+
     logits = some(2, 300)
-    for got, expected in zip(
-        TritonOps().candidates(logits, 100),
-        logits.sort(dim=-1, descending=True, stable=True),
-        strict=True,
-    ):
-        assert torch.equal(got, expected[:, :100])
+    assert row_values(64) == 65 * 8
+    assert TritonOps().candidates(logits, 64)[0].shape == (2, 64)
+    with refused("dflash_config.selector_top_k in the draft's config.json", 65, reason="64"):
+        row_values(65)
+    with pytest.raises(ValueError, match="at most 64"):
+        TritonOps().candidates(logits, 65)
 
 
 @pytest.mark.parametrize("noisy", [False, True], ids=["plain", "noise"])

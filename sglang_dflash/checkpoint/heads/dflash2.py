@@ -11,6 +11,9 @@ from sglang_dflash.checkpoint.fields import MOST_WIDTH, Fields, is_int
 from sglang_dflash.checkpoint.heads.head import HeadConfig, Network
 
 _SELECTOR = "candidate_selector."
+# Candidates per position. No published draft has more than 16, and a program of the kernel that
+# takes them (`dflash_kernels.candidates`) has no room for more. Torch's would copy all logits.
+MOST_CANDIDATES = 64
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class DFlash2Config(HeadConfig):
     @classmethod
     def read(cls, fields: Fields) -> Self | None:
         convolution = _together(fields, conv_kernel_size=64, conv_group_size=MOST_WIDTH)
-        selector = _together(fields, selector_rank=MOST_WIDTH, selector_top_k=1024)
+        selector = _together(fields, selector_rank=MOST_WIDTH, selector_top_k=MOST_CANDIDATES)
         if not convolution and not selector:
             return None
         return cls(
@@ -130,7 +133,7 @@ def _together(fields: Fields, **most: int) -> list[int] | None:
     """Numbers that are given together or not at all: null and 0 are as good as missing.
 
     Args:
-        most: name -> a bound far above any published draft.
+        most: name -> a bound above any published draft.
     """
     declared = [name for name in most if name in fields and not _is_zero(fields.get(name))]
     for name in most if declared else ():
