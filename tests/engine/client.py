@@ -23,7 +23,9 @@ def post(server: Server, path: str, body: dict[str, Any]) -> requests.Response:
     return response
 
 
-def ask(server: Server, text: str, more: dict[str, Any] | None = None, **sampling: Any) -> Any:
+def ask(
+    server: Server, text: str | list[str], more: dict[str, Any] | None = None, **sampling: Any
+) -> Any:
     """The answer to one request, or a list of answers if it asks for several."""
     body = {"text": text, "sampling_params": {**GREEDY, **sampling}, **(more or {})}
     return post(server, "generate", body).json()
