@@ -30,7 +30,10 @@ _BLOCKS = "tokens per block, served and trained"
 _REACH = "committed tokens that the draft reads: the last ones, and the first of a request"
 _CONTEXTS = "tokens of a request that the server takes, and that the draft was made for"
 _OPERATIONS = "the draft attention backend, and the class with the drafter's other operations"
-_HEAD = "what a proposal reads on a rank beyond that of a v1 draft, once and for each request"
+_HEAD = (
+    "what a proposal reads on a rank beyond that of a DFlash draft without DFlash2's parts, once "
+    "and for each request"
+)
 _ROLLBACK = (
     "how recurrent layers follow an accepted prefix, and the memory that verification needs for it"
 )
