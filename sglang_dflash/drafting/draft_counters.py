@@ -14,8 +14,9 @@ class DraftCounts(NamedTuple):
     """Totals since the start.
 
     Attributes:
-        nonfinite: outputs of the draft that held NaN or Inf: the logits of a drafted token, or the
-            K/V of a committed one.
+        nonfinite: what the draft computed that held NaN or Inf: the logits of a drafted token, or
+            the features of a committed one, which its K/V is projected from. (An overflow of that
+            product itself is only clamped, by `store_`.)
         context_sought: context tokens that drafts were to see, one per token, request, block and
             ring.
         context_found: those of them whose K/V the draft KV cache held.

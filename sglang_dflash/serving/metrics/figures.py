@@ -120,8 +120,8 @@ COUNTS: tuple[Figure[Figures], ...] = (
     Figure("warnings", lambda s: [warning._asdict() for warning in s.warnings],
            "what the server warned of when it started: name, problem, advice"),
     Figure("nonfinite_outputs", lambda s: s.draft_counts.nonfinite,
-           "outputs of the draft that were NaN or Inf: the logits of a drafted token, or the K/V "
-           "of a committed one. They are replaced, and the token is not accepted",
+           "what the draft computed that was NaN or Inf: the logits of a drafted token, which is "
+           "then not accepted, or the features of a committed one, whose K/V is then zeros",
            "nonfinite_outputs"),
     Figure("decode_steps", lambda s: sum(s.width_steps.values()), "forwards of a batch"),
     Figure("step_milliseconds", lambda s: s.times.step_milliseconds, _TIMES),

@@ -40,7 +40,7 @@ from sglang_dflash.serving.start.draft_files import (
     local_folder,
     refuse_code,
 )
-from sglang_dflash.serving.start.refused_settings import refuse_ray, refuse_trusted
+from sglang_dflash.serving.start.refused_settings import refuse_switches, refuse_trusted
 from sglang_dflash.serving.start.unserved import BUILTIN_FLAG
 
 logger = Log(__name__)
@@ -69,7 +69,7 @@ def check_pair(server_args: Any) -> None:
         flags.warn_without_effect(server_args, "without --speculative-algorithm DFLASH")
         return
     try:
-        refuse_ray(settings)
+        refuse_switches(settings)
         if settings.speculative_draft_model_path is None:
             _take_published_draft(server_args, settings.model_path)
         _check(server_args, settings)

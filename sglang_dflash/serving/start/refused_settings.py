@@ -5,6 +5,7 @@ Settings are SGLang's, resolved, or `unserved.CommandLineSettings`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sglang_dflash.checkpoint.hub import checkpoint
@@ -16,11 +17,21 @@ BLOCK_ALIAS = "--speculative-dflash-block-size"
 WIDTH_FLAG = "--speculative-dflash-width"
 
 
-def refuse_ray(settings: Any) -> None:
-    """Raise ConfigError if the processes of a server are Ray's."""
-    if settings.use_ray:
-        required = "leave it out: SGLang's Ray actors load no plugin, and so none of our checks"
-        raise ConfigError("--use-ray", True, required)
+# Switches with which no server has drafts, of whichever worker -> why.
+REFUSED_SWITCHES: Mapping[str, str] = {
+    "use_ray": "SGLang's Ray actors load no plugin, and so none of our checks",
+    "enable_pdmux": (
+        "SGLang then prefills past the speculative worker, and the first decode step would end the "
+        "server"
+    ),
+}
+
+
+def refuse_switches(settings: Any) -> None:
+    """Raise ConfigError if one of `REFUSED_SWITCHES` is on."""
+    for name, why in REFUSED_SWITCHES.items():
+        if getattr(settings, name):
+            raise ConfigError(f"--{name.replace('_', '-')}", True, f"leave it out: {why}")
 
 
 def refuse_trusted(settings: Any) -> None:

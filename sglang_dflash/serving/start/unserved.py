@@ -133,7 +133,8 @@ UNSERVED = (
             "`--enable-hierarchical-cache`",
         )
         for field in (
-            "enable_flexkv", "enable_unified_cache_external_linker", "radix_cache_backend",
+            "enable_flexkv", "enable_lmcache", "enable_unified_cache_external_linker",
+            "radix_cache_backend",
         )
     ),
     Unserved(

@@ -14,7 +14,7 @@ from sglang_dflash.serving.start import flag_file
 from sglang_dflash.serving.start.refused_settings import (
     WIDTH_FLAG,
     asked_block,
-    refuse_ray,
+    refuse_switches,
     refuse_trusted,
     why_not_adaptive,
 )
@@ -167,7 +167,7 @@ def _check_algorithm(name: str | None) -> None:
 
 def _check(settings: CommandLineSettings) -> None:
     """Raise ConfigError for what a server refuses, and the arithmetic does not read."""
-    refuse_ray(settings)
+    refuse_switches(settings)
     refuse_trusted(settings)
     asked_block(settings)
     why_not = why_not_adaptive(settings, settings.device or "cuda")

@@ -56,6 +56,10 @@ REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
     (WINDOW, "64", ENTRIES, HUGE): (ENTRIES, int(HUGE)),
     ("--tp-size", "3"): ("--tp-size", 3),
     ("--use-ray",): ("--use-ray", True),
+    ("--enable-pdmux", "--disable-overlap-schedule", "--chunked-prefill-size", "-1"): (
+        "--enable-pdmux",
+        True,
+    ),
     (*RECURRENT, "--enable-streaming-session"): ("--enable-streaming-session", ...),
     # The platform's.
     ("--enable-lora", "--lora-backend", "triton"): ("--lora-backend", "triton"),

@@ -92,6 +92,7 @@ NOT_OURS: dict[str, dict[str, Any]] = {
         "disaggregation_decode_host_receive_threshold": 0.5,
     },
     "--enable-flexkv": {"enable_flexkv": True},
+    "--enable-lmcache": {"enable_lmcache": True},
     "--enable-unified-cache-external-linker": {"enable_unified_cache_external_linker": True},
     "--radix-cache-backend": {"radix_cache_backend": "mine"},
     "--enable-pd-role-switch": {"enable_pd_role_switch": True},

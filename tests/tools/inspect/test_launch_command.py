@@ -110,6 +110,7 @@ REFUSED = {
     "a file that is not read": ([*COMMAND, "--config=server.yaml"], "write --config FILE, as two"),
     "help": ([*COMMAND, "-h"], "--help: nothing is served"),
     "Ray": ([*COMMAND, "--use-ray"], "--use-ray: True; leave it out"),
+    "a split prefill": ([*COMMAND, "--enable-pdmux"], "--enable-pdmux: True; leave it out"),
     "two blocks": (
         [*COMMAND, "--speculative-dflash-block-size", "4"], "4; but --speculative-num-draft-tokens"
     ),
