@@ -11,7 +11,7 @@ from typing import Any
 from sglang_dflash.tools.bench.server import Server
 from tests.engine import workload
 from tests.engine.client import GREEDY, ask, flush, post, stream, together, until
-from tests.engine.processors import NoRepeat, Nudged
+from tests.engine.processors import Likeliest, NoRepeat, Nudged
 
 PROMPTS = workload.prompts()
 Answers = list[dict[str, Any]]
@@ -46,16 +46,21 @@ term ::= [a-z]{1,4} | [0-9]{1,3} | "(" sum ")"
 
 
 def grammars(server: Server) -> Answers:
-    """Two prompts for each grammar and two without one, all in the same batches."""
+    """Two prompts for each grammar, two without one, and two with a processor beside a grammar, all
+    in the same batches."""
     kinds = [
         {"json_schema": json.dumps(POINT)},
         *({"regex": r} for r in REGULAR),
         {"ebnf": NESTED},
         {},
     ]
-    jobs = [(text, kind) for kind in kinds for text in PROMPTS["demo"][:2]]
-    more = {"max_new_tokens": 80, "ignore_eos": False}
-    return together(lambda t=text, k=kind: ask(server, t, **more, **k) for text, kind in jobs)
+    likeliest = {"custom_logit_processor": Likeliest.to_str()}
+    ways: list[Any] = [*((kind, {}) for kind in kinds), ({"regex": REGULAR[1]}, likeliest)]
+    jobs = [(text, *way) for way in ways for text in PROMPTS["demo"][:2]]
+    limits = {"max_new_tokens": 80, "ignore_eos": False}
+    return together(
+        lambda t=text, k=kind, m=more: ask(server, t, m, **limits, **k) for text, kind, more in jobs
+    )
 
 
 def logprobs(server: Server) -> Answers:

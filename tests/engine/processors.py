@@ -28,3 +28,12 @@ class NoRepeat(CustomLogitProcessor):
         for row, params in zip(logits, custom_param_list or [], strict=True):
             row[list(params["__req__"].output_ids)] = -float("inf")
         return logits
+
+
+class Likeliest(CustomLogitProcessor):
+    """Forbids every token but the likeliest."""
+
+    def __call__(
+        self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None
+    ) -> Tensor:
+        return logits.masked_fill(logits < logits.amax(-1, keepdim=True), -float("inf"))

@@ -52,6 +52,8 @@ def test_outputs_under_a_grammar_follow_it(answers: Any) -> None:
     term = r"([a-z]{1,4}|[0-9]{1,3}|\([^\[\]]*\))"
     total = rf"{term}( \+ {term}){{0,2}}"
     assert all(re.fullmatch(rf"\[{total}(, {total}){{1,3}}\]", text) for text in texts[8:10])
+    # Beside a processor.
+    assert all(re.fullmatch(features.REGULAR[1], text) for text in texts[12:14])
     # The grammar that the target would follow anyway costs no drafts.
     assert all(drafts_accepted(constrained[2:4]))
 

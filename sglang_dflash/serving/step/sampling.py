@@ -14,9 +14,11 @@ from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObjec
 from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput as LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs as compute_spec_logprobs
-from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.layers.sampler import (
+    apply_custom_logit_processor as apply_custom_logit_processor,
+)
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo as SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import (
@@ -61,11 +63,7 @@ class GrammarMasks(NamedTuple):
         if self.ahead is not None:
             self.ahead.apply(logits)
         if self.first is not None:
-            by_position = logits.unflatten(0, (self.requests, -1))
-            # Whole rows, as in plain decoding: a mask may be applied by a kernel.
-            first = by_position[:, 0].contiguous()
-            self.first.apply(first)
-            by_position[:, 0] = first
+            adjust_first(logits.unflatten(0, (self.requests, -1)), self.first.apply)
 
 
 def prepare_grammar_masks(
@@ -126,22 +124,19 @@ def _is_of_look_ahead(implementation: Any) -> bool:
     )
 
 
-def apply_logit_adjustments(logits: Tensor, info: SamplingBatchInfo) -> None:
-    """Adjust `[R, V]` logits in place as a plain decoding step does: penalties, bias, custom
-    processors."""
-    info.apply_logits_bias(logits)
-    if info.has_custom_logit_processor:
-        apply_custom_logit_processor(logits, info)
+def adjust_first(by_position: Tensor, adjust: Callable[[Tensor], None]) -> None:
+    """Adjust the first positions' rows `[R, V]` of logits `[R, W, V]` in place, contiguous as in
+    plain decoding: `adjust` may run a kernel."""
+    first = by_position[:, 0].contiguous()
+    adjust(first)
+    by_position[:, 0] = first
 
 
-def adjusts_logits(info: SamplingBatchInfo) -> bool:
-    """Return whether `apply_logit_adjustments` has anything to do."""
-    return (
-        info.logit_bias is not None
-        or info.grammar_mask is not None
-        or info.has_custom_logit_processor
-        or has_penalties(info)
-    )
+def apply_penalties(logits: Tensor, info: SamplingBatchInfo) -> None:
+    """Penalize `[R, V]` logits in place as a plain decoding step does."""
+    penalties_only = copy(info)
+    penalties_only.grammar_mask = penalties_only.logit_bias = None
+    penalties_only.apply_logits_bias(logits)
 
 
 def has_penalties(info: SamplingBatchInfo) -> bool:

@@ -63,21 +63,11 @@ class TargetTokens:
             positions: int64 `[R, W]`.
             make_grammar_masks: from `sampling.prepare_grammar_masks`.
         """
-        rows, width = block.shape
         logits = output.next_token_logits
         masks = make_grammar_masks()
         info = batch.sampling_info
-        if info is not None and sampling.adjusts_logits(info):
-            by_position = logits.view(rows, width, -1)
-            first = by_position[:, 0].clone()
-            sampling.apply_logit_adjustments(first, info)
-            if width > 1 and sampling.has_penalties(info):
-                self.penalties.apply(by_position, block)
-            if info.logit_bias is not None:
-                by_position += info.logit_bias[:, None]
-            by_position[:, 0] = first
-        if masks is not None:
-            masks.apply(logits)
+        if info is not None:
+            self._adjust(logits, block, info, masks)
         if info is None or (info.is_all_greedy and info.sampling_mask_batch_indices is None):
             # As SGLang's sampler does, of logits that are not a number.
             sampling.sanitize_nan_logits(logits, "sampler: next_token_logits")
@@ -85,7 +75,34 @@ class TargetTokens:
         else:
             tokens = self._sample(batch, output, positions)
         self._ranks.target_tokens(tokens, info, self._sampler)
-        return tokens.view(rows, width)
+        return tokens.view(block.shape)
+
+    def _adjust(
+        self,
+        logits: Tensor,
+        block: Tensor,
+        info: sampling.SamplingBatchInfo,
+        masks: sampling.GrammarMasks | None,
+    ) -> None:
+        """Adjust logits `[R * W, V]` in place, in the order of a plain decoding step: penalties,
+        grammars' masks, bias, custom processors. A processor that keeps the likeliest tokens must
+        see only those that the grammar allows.
+
+        Processors get the first position only: their requests take one token per step.
+        """
+        by_position = logits.unflatten(0, block.shape)
+        if sampling.has_penalties(info):
+            sampling.adjust_first(by_position, lambda first: sampling.apply_penalties(first, info))
+            if block.shape[1] > 1:
+                self.penalties.apply(by_position, block)
+        if masks is not None:
+            masks.apply(logits)
+        if info.logit_bias is not None:
+            by_position += info.logit_bias[:, None]
+        if info.has_custom_logit_processor:
+            sampling.adjust_first(
+                by_position, lambda first: sampling.apply_custom_logit_processor(first, info)
+            )
 
     def _sample(
         self, batch: ScheduleBatch, output: sampling.LogitsProcessorOutput, positions: Tensor
