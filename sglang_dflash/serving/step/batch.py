@@ -191,10 +191,14 @@ class DraftInput(DFlashDraftInputV2):
 
 def slots_for_next_step(batch: ScheduleBatch, requests: list[Any], page_size: int) -> int:
     """In place of `ScheduleBatch._new_tokens_required_next_decode_spec_v2`: the fewest slots that a
-    step takes, as in plain decoding: one for each newest token, and one for each token that the
-    host does not know yet."""
-    known_later = min(1, batch.spec_info.in_flight)
-    return page_aligned_decode_alloc_lens(requests, reserve=1 + known_later, page_size=page_size)[2]
+    step takes, in whole pages, as in plain decoding: one for each newest token, and one more if a
+    step is in flight: that step accepts a draft only if the bonus token after it has a slot, so at
+    most its first token lies beyond what is reserved."""
+    reserve = 1 + min(1, batch.spec_info.in_flight)
+    current, reserved, _ = page_aligned_decode_alloc_lens(
+        requests, reserve=reserve, page_size=page_size
+    )
+    return _new_slots(current, reserved, page_size)
 
 
 def _have_slots(caches: list[Any], bounds: list[int]) -> bool:
@@ -206,16 +210,17 @@ def _reserve(batch: ScheduleBatch, max_tokens: int) -> None:
     each gets an equal share, and none that its answer cannot reach."""
     allocator = batch.token_to_kv_pool_allocator
     page = allocator.page_size
-    current, reserved, tokens = page_aligned_decode_alloc_lens(
+    current, reserved, _ = page_aligned_decode_alloc_lens(
         batch.reqs, reserve=max_tokens, page_size=page
     )
-    if not allocator.check_decode_capacity(num_tokens=tokens, tree_cache=batch.tree_cache):
-        total = sum(current) + allocator.available_size()
+    slots = _new_slots(current, reserved, page)
+    if not allocator.check_decode_capacity(num_tokens=slots, tree_cache=batch.tree_cache):
         reserve = bisect_right(
-            range(1, max_tokens), total, key=lambda n: sum(_share(batch.reqs, n, page))
+            range(1, max_tokens),
+            allocator.available_size(),
+            key=lambda n: _new_slots(current, _share(batch.reqs, n, page), page),
         )
         reserved = _share(batch.reqs, max(1, reserve), page)
-        tokens = sum(reserved) - sum(current)
     lengths = torch.tensor([current, reserved], dtype=torch.int32)
     on_device = to_device(lengths, batch.device)
     alloc_for_spec_decode(
@@ -227,8 +232,17 @@ def _reserve(batch: ScheduleBatch, max_tokens: int) -> None:
         cur_kv_lens_cpu=lengths[0],
         nxt_kv_lens=on_device[1],
         nxt_kv_lens_cpu=lengths[1],
-        num_needed_tokens=tokens,
+        num_needed_tokens=sum(reserved) - sum(current),
         batch=batch,
+    )
+
+
+def _new_slots(current: list[int], reserved: list[int], page: int) -> int:
+    """Slots of the pages that requests do not have yet. After a prefill, a request's last page is
+    reserved in part only."""
+    return sum(
+        ceil_align(after, page) - ceil_align(before, page)
+        for before, after in zip(current, reserved, strict=True)
     )
 
 

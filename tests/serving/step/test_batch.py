@@ -52,9 +52,15 @@ def test_a_verify_forward_leaves_the_lengths_as_they_were(
 class Pool:
     """Stands in for SGLang's pool: an allocator of `free` slots, in pages."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int = 10_000, page: int = 1) -> None:
-        self.free, self.page_size, self.count = free, page, 0
-        spec = SimpleNamespace(speculative_num_draft_tokens=BLOCK)
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        free: int = 10_000,
+        page: int = 1,
+        block: int = BLOCK,
+    ) -> None:
+        self.free, self.page_size, self.count, self.asked = free, page, 0, 0
+        spec = SimpleNamespace(speculative_num_draft_tokens=block)
         monkeypatch.setattr(ours, "get_spec", lambda: spec)
         monkeypatch.setattr(ours, "alloc_for_spec_decode", self.reserve)
 
@@ -62,29 +68,37 @@ class Pool:
         return self.free
 
     def check_decode_capacity(self, *, num_tokens: int, tree_cache: Any) -> bool:
+        self.asked = num_tokens
         return num_tokens <= self.free
+
+    def new_slots(self, request: Any, length: int) -> int:
+        """Slots of the pages that `request` lacks for so many tokens."""
+        held = pages_of(request.kv.kv_allocated_len, self.page_size)
+        return max(0, pages_of(length, self.page_size) - held)
 
     def reserve(
         self, _tree: Any, _table: Any, *, reqs: Any, num_needed_tokens: int, **lengths: Any
     ) -> None:
-        assert num_needed_tokens <= self.free
-        self.free -= num_needed_tokens
         self.count += 1
         now, then = (lengths[f"{name}_kv_lens_cpu"].tolist() for name in ("cur", "nxt"))
         assert now == [request.kv.kv_allocated_len for request in reqs]
         assert sum(then) - sum(now) == num_needed_tokens
+        taken = sum(map(self.new_slots, reqs, then))
+        # Cached prefixes make room for what is asked for.
+        assert taken == self.asked or taken <= self.free < self.asked
+        self.free -= taken
         for request, length in zip(reqs, then, strict=True):
             assert length % self.page_size == 0
             request.kv.kv_allocated_len = length
 
     def prefill(self, request: Any) -> None:
-        request.kv.kv_committed_len = request.length
-        request.kv.kv_allocated_len = pages_of(request.length, self.page_size)
-        self.free -= request.kv.kv_allocated_len
+        # As SGLang does: its last page is allocated in part.
+        request.kv.kv_committed_len = request.kv.kv_allocated_len = request.length
+        self.free -= pages_of(request.length, self.page_size)
         assert self.free >= 0
 
     def release(self, request: Any) -> int:
-        self.free += request.kv.kv_allocated_len
+        self.free += pages_of(request.kv.kv_allocated_len, self.page_size)
         request.kv.kv_allocated_len = request.kv.kv_committed_len = 0
         return 1
 
@@ -161,7 +175,7 @@ def test_answers_that_just_fit_take_the_whole_pool(
             if not running and not waiting:
                 break
             # SGLang admits what fits beside the rest of the answers that run.
-            rest = sum(pages_of(r.longest, page) - r.kv.kv_allocated_len for r in running)
+            rest = sum(pool.new_slots(r, r.longest) for r in running)
             rest = max(rest - tight, 0)
             if (
                 waiting
@@ -199,17 +213,86 @@ def test_answers_that_just_fit_take_the_whole_pool(
     assert retracted <= 60 * (requests - 1)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("block", [2, 3, 8, 16])
+@pytest.mark.parametrize("page", [1, 2, 16, 64])
+def test_a_step_is_refused_only_if_it_does_not_fit(
+    page: int, block: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of any length join, are retracted and end, in a pool that is too small for all. A
+    step that SGLang lets run gets its slots; under overlap an answer's end is known a step late."""
+    rng = np.random.default_rng([page, block, overlap])
+    pool = Pool(monkeypatch, pages_of(max(240, 5 * page), page), page, block)
+    size, running, step = pool.free, [], input_after(0, 0)
+    refused = short = 0
+    for _ in range(600):
+        joins = request_with(int(rng.integers(1, 60)), 0, int(rng.integers(2, 90)))
+        if len(running) < 6 and pages_of(joins.length, page) <= pool.free and rng.random() < 0.3:
+            pool.prefill(joins)
+            running.append(joins)
+            # Meanwhile the host has processed the last step.
+            for request in running:
+                request.kv.kv_committed_len = request.length
+            step.in_flight = 0
+        batch = running_batch(pool, running)
+        batch.spec_info = step
+        unknown = int(step.in_flight > 0)
+        while running:
+            needed = sum(pool.new_slots(r, r.kv.kv_committed_len + 1 + unknown) for r in running)
+            if ours.slots_for_next_step(batch, running, page) <= pool.free:
+                assert needed <= pool.free
+                break
+            assert needed > pool.free
+            refused += 1
+            pool.release(running.pop(int(rng.integers(len(running)))))
+        committed = [request.kv.kv_committed_len for request in running]
+        # The largest equal share, of what answers can reach.
+        ends = [[min(n + i, r.longest) for n, r in zip(committed, running, strict=True)]
+                for i in range(1, 2 * block + 1)]  # fmt: skip
+        fit = [e for e in ends if sum(map(pool.new_slots, running, e)) <= pool.free]
+        wanted = sum(pool.new_slots(r, r.kv.kv_committed_len + 2 * block + 1) for r in running)
+        is_short = wanted > pool.free
+        step.prepare_for_decode(batch)
+        if step.ends is not None:
+            short += 1
+            assert is_short and (step.ends >= torch.tensor(fit[-1])).all()
+        width = int(rng.choice([1, block - 1, block]))
+        for request in running:
+            end, kv = request.kv.kv_allocated_len, request.kv
+            # The bonus token has a slot, unless the answer has ended.
+            assert request.length < end or request.length >= request.longest
+            if step.ends is None:
+                assert request.length + width < end
+                most = width
+            else:
+                most = max(1, min(width, end - 1 - request.length))
+            kv.kv_committed_len = request.length
+            request.length += int(rng.choice([1, most, rng.integers(1, most + 1)]))
+            if not overlap:
+                kv.kv_committed_len = request.length
+        for request in [r for r in running if r.kv.kv_committed_len >= r.longest]:
+            running.remove(request)
+            pool.release(request)
+        step = input_after(width if overlap else 0, len(running))
+    assert refused > 5 and short > 5
+    assert pool.free + sum(pages_of(r.kv.kv_allocated_len, page) for r in running) == size
+
+
 def test_sglang_asks_for_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does for a step of a request whose answer needs no more than one slot."""
+    """It does for a step of a request whose answer needs no more than one slot. Both ask for whole
+    pages that the requests do not have."""
     name = "_new_tokens_required_next_decode_spec_v2"
     theirs = original(f"sglang.srt.managers.schedule_batch.ScheduleBatch.{name}")
-    monkeypatch.setitem(theirs.__globals__, "get_alloc_reserve_per_decode", lambda: 2 * BLOCK)
-    batch = running_batch(Pool(monkeypatch), [request_with(20, 20)])
-    assert theirs(batch, batch.reqs, 1) == 2 * BLOCK
-    for in_flight, slots in ((0, 1), (BLOCK, 2)):
-        batch.spec_info = input_after(in_flight, 1)
-        assert ours.slots_for_next_step(batch, batch.reqs, 1) == slots
-    assert ours.slots_for_next_step(batch, batch.reqs, 16) == 12
+    batch = running_batch(Pool(monkeypatch), [request_with(n, n) for n in (16, 17, 20, 31)])
+    for in_flight, reserve in ((0, 1), (BLOCK, 2)):
+        batch.spec_info = input_after(in_flight, 4)
+        for page, slots in ((1, 4 * reserve), (16, 16 * reserve)):
+            assert ours.slots_for_next_step(batch, batch.reqs, page) == slots
+            for tokens in (reserve, 2 * BLOCK):
+                names = theirs.__globals__
+                monkeypatch.setitem(names, "get_alloc_reserve_per_decode", lambda n=tokens: n)
+                asked = theirs(batch, batch.reqs, page)
+                assert asked == slots if tokens == reserve else asked > slots
 
 
 def test_steps_without_drafts_reserve_once_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
