@@ -136,7 +136,7 @@ class BlockPenalties:
         drafts = block[:, 1:]
         after = logits[:, 1:]
         index = drafts[:, None].expand(-1, drafts.shape[1], -1)
-        special = _of_drafts(penalties, after.gather(2, index).float(), drafts)
+        special = _of_drafts(penalties, after.gather(2, index), drafts)
         terms = _terms(penalties)
         for position in range(drafts.shape[1]):
             _penalize(penalties, after[:, position], terms, position + 1)
@@ -169,7 +169,7 @@ def _of_drafts(penalties: _PenaltiesSoFar, logits: Tensor, drafts: Tensor) -> Te
     """Penalized logits `[R, D, D]`, behind each draft, of every drafted token of the block.
 
     Args:
-        logits: `[R, D, D]`, as the target computed them.
+        logits: `[R, D, D]`, as the target computed them; changed in place.
         drafts: int64 `[R, D]`.
     """
     # [R, position, token]: how often the token is among the drafts up to this one.
@@ -178,11 +178,13 @@ def _of_drafts(penalties: _PenaltiesSoFar, logits: Tensor, drafts: Tensor) -> Te
     def at_drafts(table: Tensor) -> Tensor:
         return table.gather(1, drafts)[:, None]
 
+    # Summed up before they are added, as SGLang does: one after the other, they round differently.
+    terms: Tensor | float = 0.0
     if penalties.frequency is not None:
-        each = penalties.frequency.per_token[..., None]
-        logits = logits - (at_drafts(penalties.frequency.so_far) + count * each)
+        terms = terms - _counted_up(count, penalties.frequency, at_drafts)
     if penalties.presence is not None:
-        logits = logits - _if_drafted(count, penalties.presence, at_drafts)
+        terms = terms - _if_drafted(count, penalties.presence, at_drafts)
+    logits += terms
     if penalties.stops is not None:
         position = torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
         is_held = penalties.stops.missing[..., None] > position[:, None]
@@ -190,6 +192,15 @@ def _of_drafts(penalties: _PenaltiesSoFar, logits: Tensor, drafts: Tensor) -> Te
     if penalties.repetition is not None:
         logits = _scaled(logits, _if_drafted(count, penalties.repetition, at_drafts))
     return logits
+
+
+def _counted_up(count: Tensor, penalty: _Penalty, at_drafts: Callable[[Tensor], Tensor]) -> Tensor:
+    """A token's penalty, which grows with its count, `[R, D, D]`. It is added once per draft, as
+    SGLang counts: a product rounds differently."""
+    sums = [at_drafts(penalty.so_far)]
+    for _ in range(count.shape[1]):
+        sums.append(sums[-1] + penalty.per_token[..., None])
+    return torch.cat(sums, 1).gather(1, count)
 
 
 def _if_drafted(count: Tensor, penalty: _Penalty, at_drafts: Callable[[Tensor], Tensor]) -> Tensor:

@@ -45,27 +45,50 @@ def blocks(rows: int) -> torch.Tensor:
     return torch.tensor(drafts)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [2, BLOCK])
 @pytest.mark.parametrize("rows", [range(len(MORE)), range(1), range(4, 5)], ids=str)
-def test_every_position_is_penalised_for_the_tokens_before_it(rows: range, width: int) -> None:
+def test_every_position_is_penalised_for_the_tokens_before_it(
+    rows: range, width: int, dtype: torch.dtype
+) -> None:
     ways, written = [MORE[i] for i in rows], [outputs(len(MORE))[i] for i in rows]
-    block = blocks(len(ways))[:, :width]
+    logits = 9 * torch.randn(len(ways), width, VOCAB, generator=torch.Generator().manual_seed(0))
+    assert_sglangs_penalties(ways, written, blocks(len(ways))[:, :width], logits.to(dtype))
+
+
+def test_a_draft_that_repeats_itself_is_counted_one_by_one() -> None:
+    """A multiple of the penalty rounds differently; logits near 0 show it."""
+    ways = [{"frequency_penalty": 0.1 * i} for i in range(1, 9)]
+    written = [[2] * i for i in range(len(ways))]
+    block = torch.full((len(ways), BLOCK), 2)
+    assert_sglangs_penalties(ways, written, block, torch.zeros(len(ways), BLOCK, VOCAB))
+
+
+def assert_sglangs_penalties(
+    ways: list[dict[str, Any]], written: list[list[int]], block: torch.Tensor, logits: torch.Tensor
+) -> None:
+    """Compare to the bit, so that near-ties fall as in plain decoding.
+
+    Args:
+        written: each request's output before the block.
+        block: int64 `[R, W]`.
+        logits: `[R, W, V]`.
+    """
     for output, tokens in zip(written, block.tolist(), strict=True):
         output.append(tokens[0])
     made = orchestrator(batch(*(request(**way) for way in ways)))
     for row, output in enumerate(written):
         penalty_counts.count(made, torch.tensor([row]), torch.tensor([output]))
-    logits = torch.randn(len(ways), width, VOCAB, generator=torch.Generator().manual_seed(0))
     got, ours = logits.clone(), BlockPenalties(8, BLOCK, CPU)
     ours.begin(made)
     ours.apply(got, block)
     # The first position is an ordinary decoding step.
     torch.testing.assert_close(got[:, 0], logits[:, 0], rtol=0, atol=0)
     for row, (way, output) in enumerate(zip(ways, written, strict=True)):
-        for position in range(1, width):
+        for position in range(1, block.shape[1]):
             before = output + block[row, 1 : position + 1].tolist()
             wanted = expected(way, before, logits[row, position])
-            torch.testing.assert_close(got[row, position], wanted, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(got[row, position], wanted, rtol=0, atol=0)
 
 
 def test_a_block_that_was_not_counted_is_an_error() -> None:

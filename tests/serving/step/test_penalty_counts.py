@@ -61,15 +61,15 @@ def orchestrator(of: ScheduleBatch) -> BatchedPenalizerOrchestrator:
 
 
 def applied(made: BatchedPenalizerOrchestrator, logits: torch.Tensor | None = None) -> torch.Tensor:
-    """Every row's logits after its penalties."""
+    """Every row's logits after its penalties, by SGLang's own code."""
     if logits is None:
         logits = torch.linspace(-2, 2, VOCAB).repeat(len(made.reqs()), 1)
-    logits = logits.clone()
-    made.accumulate_additive_penalties(logits)
-    factors = made.accumulate_scaling_penalties()
-    return (
-        logits if factors is None else torch.where(logits < 0, logits * factors, logits / factors)
-    )
+    logits, ones = logits.clone(), torch.ones(len(logits), 1)
+    info = sampling_info(penalizer_orchestrator=made, temperatures=ones, vocab_size=VOCAB)
+    # SGLang compiles the factors.
+    with torch.compiler.set_stance("force_eager"):
+        info.copy_for_forward().apply_logits_bias(logits)
+    return logits
 
 
 def expected(
