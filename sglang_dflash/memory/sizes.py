@@ -41,23 +41,6 @@ BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT = 5, 4
 SLIDING_SHARE = Fraction(8, 10)
 
 
-class GroupKVSize(NamedTuple):
-    """Draft K/V of the layers of one reach.
-
-    Attributes:
-        token_bytes: of a token's K/V, over these layers.
-        ring: entries of their ring; None if it cannot be one.
-    """
-
-    token_bytes: int
-    ring: int | None
-
-    def entries(self, kv_tokens: int) -> int | None:
-        """Entries beside a target pool of that many tokens; None for one per target slot: without a
-        ring, or if the ring would have as many."""
-        return self.ring if self.ring is not None and self.ring < kv_tokens else None
-
-
 class Charge(NamedTuple):
     """Bytes of draft K/V: at once, and for each token of the target's pool."""
 
@@ -70,30 +53,47 @@ class Charge(NamedTuple):
     @classmethod
     def of(cls, groups: Iterable[GroupKVSize], kv_tokens: int) -> Charge:
         """Return the charge of the groups beside a pool of that many tokens."""
-        once = per_token = 0
-        for group in groups:
-            entries = group.entries(kv_tokens)
-            if entries is None:
-                per_token += group.token_bytes
-            else:
-                once += entries * (group.token_bytes + BYTES_PER_ENTRY)
-                per_token += BYTES_PER_TARGET_SLOT
-        return cls(once, per_token)
+        charges = [group.charge(kv_tokens) for group in groups]
+        return cls(sum(each.once for each in charges), sum(each.per_token for each in charges))
+
+
+class GroupKVSize(NamedTuple):
+    """Draft K/V of the layers of one reach.
+
+    Attributes:
+        token_bytes: of a token's K/V, over these layers.
+        ring: entries of their ring; None if it cannot be one.
+    """
+
+    token_bytes: int
+    ring: int | None
+
+    def charge(self, kv_tokens: int) -> Charge:
+        """Return the smaller charge beside a target pool of that many tokens: of an entry per
+        target slot, or of a ring."""
+        per_slot = Charge(0, self.token_bytes)
+        if self.ring is None:
+            return per_slot
+        ring = Charge(self.ring * (self.token_bytes + BYTES_PER_ENTRY), BYTES_PER_TARGET_SLOT)
+        return min(per_slot, ring, key=lambda charge: charge.total(kv_tokens))
+
+    def entries(self, kv_tokens: int) -> int | None:
+        """Entries beside a target pool of that many tokens; None for one per target slot: without a
+        ring, or if the ring would take as many bytes."""
+        return self.ring if self.charge(kv_tokens).once else None
 
 
 def draft_kv_charge(groups: Sequence[GroupKVSize], fits: Callable[[Charge], int]) -> Charge:
-    """Return the charge of draft K/V beside the largest pool of the target that fits.
+    """Return the charge of draft K/V beside the largest pool of the target that fits: no more than
+    this is allocated there.
 
     Args:
         fits: charge -> tokens of the target's pool beside it.
     """
     charge = Charge.of(groups, 0)
-    # A group has a ring only beside a pool with more tokens than the ring.
-    for ring in sorted({group.ring for group in groups if group.ring is not None}):
-        larger = Charge.of(groups, ring + 1)
-        if fits(larger) <= ring:
-            break
-        charge = larger
+    # A group's ring leaves more tokens, beside which another group may have one, too.
+    for _ in groups:
+        charge = Charge.of(groups, fits(charge))
     return charge
 
 

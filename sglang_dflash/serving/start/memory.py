@@ -158,14 +158,13 @@ def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: A
     budget_bytes = _without_reserve(reservation, budget_bytes)
     reservation = replace(reservation, carried=_carried(configurator, reservation.carried))
 
-    def sized(charge: Charge) -> Any:
+    def note_and_size(charge: Charge) -> Any:
         _charge_draft(configurator, replace(reservation, charge=charge), charge.per_token)
         return original(configurator, budget_bytes - charge.once, **others)
 
-    def fits(charge: Charge) -> int:
-        return sized(charge).max_total_num_tokens if charge.once < budget_bytes else 0
-
-    config = sized(draft_kv_charge(reservation.draft_kv(reservation.carried), fits))
+    groups = reservation.draft_kv(reservation.carried)
+    charge = draft_kv_charge(groups, lambda tried: note_and_size(tried).max_total_num_tokens)
+    config = note_and_size(charge)
     return config if configurator.post_capture_kv_active else _told(configurator, config)
 
 

@@ -92,10 +92,12 @@ NEEDED = DraftMemory(logits=1_000_000)
 RING = GroupKVSize(DRAFT, 2_000)
 WITH_RING = (MEMORY - 2_000 * 255) // (TARGET + 4)
 # Groups of draft layers -> target tokens, and entries of their caches. A ring leaves more tokens,
-# unless the pool holds no more than its entries: then there is one per token.
+# unless it would take as many bytes as an entry per token.
 SIZED: list[tuple[tuple[GroupKVSize, ...], int, list[int | None]]] = [
     ((GroupKVSize(DRAFT, None),), 8_000, [None]),
     ((RING,), WITH_RING, [2_000]),
+    # Fewer entries than tokens, but for their tags a ring would take more bytes.
+    ((GroupKVSize(DRAFT, 7_999),), 8_000, [None]),
     ((GroupKVSize(DRAFT, 8_400),), 8_000, [None]),
     ((GroupKVSize(DRAFT, 80_000),), 8_000, [None]),
     (
