@@ -200,7 +200,8 @@ class GraphedDrafter:
         return Key(size, columns)
 
     def _key_of_commit(self, tokens: int) -> Key | None:
-        """Return the key of a commit of a whole batch's tokens."""
+        """Return the key of a commit of so many tokens. A commit is per token: a narrow step takes
+        the smallest recording with as many tokens, whatever its requests."""
         size = _next(self._batch_buckets, -(-tokens // self._drafter.verify_block))
         return None if size is None else Key(size, 0)
 

@@ -48,6 +48,7 @@ class RingKVCache(DraftKVCache):
         live = torch.ones_like(target_slots, dtype=torch.bool) if live is None else live
         order = live.cumsum(0)  # 1 for the first live token
         total = order[-1:]
+        # Below 0 for the first `total - limit` live tokens, which do not fit.
         rank = order - 1 - (total - limit).clamp(min=0)
         placed = live & (rank >= 0)
         entries = self._next_entries(unused, rank, total.clamp(max=limit))

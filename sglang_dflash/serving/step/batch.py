@@ -93,7 +93,7 @@ def _count_in(batch: ScheduleBatch, tokens: int) -> None:
         batch.seq_lens_cpu = batch.seq_lens_cpu + tokens
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
     else:
-        # The backend plans from device lengths; the host knows what is reserved.
+        # `nxt_kv_lens_cpu` bounds the lengths after this step's block already.
         batch.seq_lens_cpu = batch.spec_info.nxt_kv_lens_cpu
         batch.seq_lens_sum = batch.spec_info.nxt_kv_lens_sum
 

@@ -86,7 +86,8 @@ def prepare_grammar_masks(
     others = [None if looks_ahead(grammar) else grammar for grammar in grammars]
 
     def make() -> GrammarMasks:
-        # It waits for the barrier.
+        # First: it calls the barrier, after which the grammars below have seen the last tokens,
+        # too.
         over_block = build_grammar_vocab_mask(
             reqs=[SimpleNamespace(grammar=grammar) for grammar in ahead],
             tree=tree,

@@ -122,6 +122,8 @@ def count_kept_tokens(original: Any, processor: Any, batch: Any, result: Any) ->
     """
     before = [(r.spec_verify_ct, r.spec_num_correct_drafts, len(r.output_ids)) for r in batch.reqs]
     original(processor, batch, result)
+    # The running batch's `spec_info`, unless a later step has replaced it: the host now knows all
+    # of its tokens.
     result.next_draft_input.in_flight = 0
     steps, outcome = [], {}
     for request, (step_count, correct, length), verified in zip(
