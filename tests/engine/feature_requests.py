@@ -345,24 +345,19 @@ def sessions(server: Server) -> Answers:
 
 
 def mixed_chunks(server: Server) -> Answers:
-    """Prompts of several chunks are prefilled while six requests decode, two under a grammar. The
-    others go on until the prompts have come, also on a slow machine."""
+    """Prompts of several chunks are prefilled while six requests decode, two under a grammar. All
+    come in one request, whose grammars are compiled: so when they meet depends on no client."""
     constrained: list[dict[str, Any]] = [{"regex": REGULAR[0]}, {"ebnf": NESTED}]
+    for grammar in constrained:
+        ask(server, "#", max_new_tokens=1, ignore_eos=False, **grammar)
     kinds = [{"max_new_tokens": 80, "ignore_eos": False, **kind} for kind in constrained]
-    kinds += [{"max_new_tokens": 240}] * 4
-    bodies = [
-        {"text": text, "sampling_params": {**GREEDY, **kind}}
-        for text, kind in zip(PROMPTS["short"][8:14], kinds, strict=True)
-    ]
-    begun = threading.Event()
-    with ThreadPoolExecutor(9) as pool:
-        short = [pool.submit(stream, server, body, begun) for body in bodies]
-        assert begun.wait(60)
-        long = [
-            pool.submit(ask, server, f"# {i}\n" + PROMPTS["long"][i], max_new_tokens=10)
-            for i in (6, 7)
-        ]
-        return [one.result() for one in (*short, *long)]
+    kinds += [{"max_new_tokens": 240}] * 4 + [{"max_new_tokens": 10}] * 2
+    long = [f"# {i}\n{PROMPTS['long'][i]}" for i in (6, 7)]
+    body = {
+        "text": [*PROMPTS["short"][8:14], *long],
+        "sampling_params": [{**GREEDY, **kind} for kind in kinds],
+    }
+    return post(server, "generate", body).json()
 
 
 def adapters(server: Server) -> Answers:

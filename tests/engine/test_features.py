@@ -169,7 +169,7 @@ def test_prompts_were_prefilled_among_decoding_requests(config: ServerConfig, an
     infos = [a["meta_info"] for a in answers(config, features.mixed_chunks)[:6]]
     committed = sum(i["completion_tokens"] - 1 for i in infos)
     verified = ("spec_verify_ct", "spec_num_correct_drafts")
-    assert committed - sum(i.get(count, 0) for i in infos for count in verified) > 10
+    assert committed - sum(i.get(count, 0) for i in infos for count in verified) > 40
 
 
 @overlapped
