@@ -88,7 +88,7 @@ def test_large_features_are_sound() -> None:
 
 
 def test_one_feature_that_overflows_counts() -> None:
-    """As in float16: the norm makes zeros of all other features."""
+    """The norm makes zeros of all other features, as in float16."""
     broken = drafter()
     broken.model.fc.weight.data[5] = 3e38
     hidden = torch.ones(4, broken.model.config.target_hidden_width)

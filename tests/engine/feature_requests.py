@@ -99,7 +99,8 @@ def scores(server: Server) -> Answers:
         for more in asked
     ]
     alone = [job() for job in jobs]
-    many = lambda t: lambda: ask(server, t, {"return_logprob": True}, max_new_tokens=9)  # noqa: E731
+    more = {"return_logprob": True}
+    many = lambda t: lambda: ask(server, t, more, max_new_tokens=9)  # noqa: E731
     return alone + together([*jobs * 2, *map(many, PROMPTS["demo"][:6])])
 
 

@@ -181,7 +181,8 @@ def test_write_context(
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), CACHES, ids=str)
 def test_what_is_written_is_finite(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-    """As torch's: a projection may overflow. Infinity in a key becomes NaN in its norm."""
+    """A projection may overflow: infinity in a key becomes NaN in its norm, and torch writes the
+    same."""
     kv, weights, used = some(3, 2, 2, 2, 16, dtype=dtype), some(2, 16, dtype=dtype), rotary(16)
     broken = torch.tensor([float("nan"), float("inf"), float("-inf")], dtype=dtype)
     kv[0, 0, 0, 1, :3], kv[1, 1, 0, 0, 4], kv[2, :, 1, 1, 5:8] = broken, float("inf"), broken
