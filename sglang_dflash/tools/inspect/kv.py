@@ -75,8 +75,7 @@ def split_kv(memory: int, target_bytes: int, groups: Sequence[DraftGroup]) -> di
     """
     of_groups = [kv for _, kv in groups]
     draft_bytes = sum(group.token_bytes for group in of_groups)
-    unbounded = memory // (target_bytes + draft_bytes)
-    if not unbounded:
+    if memory < target_bytes + draft_bytes:
         raise ConfigError(
             "kv_memory_gib",
             memory / GIB,
@@ -91,9 +90,6 @@ def split_kv(memory: int, target_bytes: int, groups: Sequence[DraftGroup]) -> di
     return {
         "draft_kv_groups": [_described(*group, tokens) for group in groups],
         "draft_kv_bytes": charge.total(tokens),
-        "draft_kv_bytes_unbounded": unbounded * draft_bytes,
         "target_tokens": tokens,
-        "target_tokens_unbounded": unbounded,
-        "target_tokens_gain": tokens / unbounded - 1,
         "target_tokens_gain_ceiling": draft_bytes / target_bytes,
     }

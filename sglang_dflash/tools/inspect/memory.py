@@ -61,9 +61,7 @@ def memory_of(
         of_draft = sizes.draft_weight_bytes(sizes.draft_of_rank(config, ranks))
     memory = _kv_memory(serving, of_target, of_draft, steps)
     alone = _kv_memory(serving, of_target, 0, 0)
-    pool, snapshots, plain = _pools(
-        serving, memory, steps, alone, recurrent, of_groups, target_kv, options
-    )
+    pool, plain = _pools(serving, memory, steps, alone, recurrent, of_groups, target_kv, options)
     if pool is not None and plain is not None:
         memory, alone = memory - pool.total_bytes, alone - plain.total_bytes
         # A ring serves the requests that the states let run.
@@ -79,12 +77,12 @@ def memory_of(
         **recurrent,
         "recurrent_slots": pool and pool.slots,
         "running_requests": pool.carried if pool else requests,
-        "running_requests_with_snapshots": snapshots and snapshots.carried,
+        "running_requests_without_draft": plain.carried if plain else requests,
         **split_kv(memory, target_kv, groups),
         "target_tokens_without_draft": alone // target_kv,
     }
-    for suffix, states in {"": pool, "_unbounded": pool, "_without_draft": plain}.items():
-        reserved = 1 if suffix == "_without_draft" else 2 * options.verify_block
+    for suffix, states in {"": pool, "_without_draft": plain}.items():
+        reserved = 1 if suffix else 2 * options.verify_block
         carried, tokens = states.carried if states else requests, facts[f"target_tokens{suffix}"]
         facts[f"requests_at_context{suffix}"] = serving.context and at_a_time(
             tokens, carried, serving.context, reserved
@@ -101,9 +99,9 @@ def _pools(
     groups: Sequence[GroupKVSize],
     target_kv: int,
     options: ResolvedOptions,
-) -> tuple[StatePool | None, StatePool | None, StatePool | None]:
-    """Return the pools of recurrent states: as served, with SGLang's snapshots, and without a
-    draft. None without such layers.
+) -> tuple[StatePool | None, StatePool | None]:
+    """Return the pools of recurrent states, as served and without a draft; None without such
+    layers.
 
     Args:
         memory: bytes for the pool of states and both KV pools.
@@ -115,14 +113,10 @@ def _pools(
     Raises:
         ConfigError: the pool does not hold the states of one request.
     """
-    requests = serving.max_running_requests
+    requests, max_slots = serving.max_running_requests, serving.max_mamba_cache_size
     state, replay = (recurrent[f"recurrent_{each}_bytes"] for each in ("state", "replay"))
     if not state or serving.kv_memory_gib is not None:
-        return None, None, None
-    # SGLang's sizing leaves room for a state per position, more than its snapshots take.
-    snapshot, max_slots = options.verify_block * state, serving.max_mamba_cache_size
-    slots = max_slots or sglang_states(memory + steps, state, snapshot)
-    pool = snapshots = state_pool(slots, requests, state, 0, snapshot)
+        return None, None
     if recurrent["recurrent_rollback"] == "replay":
         demand = StateDemand.of(
             groups,
@@ -133,6 +127,11 @@ def _pools(
         )
         slots = max_slots or default_states(memory + steps - (requests + 1) * replay, steps, demand)
         pool = state_pool(slots, requests, state, replay, 0)
+    else:
+        # SGLang's sizing leaves room for a state per position, more than its snapshots take.
+        snapshot = options.verify_block * state
+        slots = max_slots or sglang_states(memory + steps, state, snapshot)
+        pool = state_pool(slots, requests, state, 0, snapshot)
     if not pool.carried:
         raise ConfigError(
             "memory_gib",
@@ -141,7 +140,7 @@ def _pools(
             f"of no request; give more, or fewer requests ({{max_running_requests}})",
         )
     plain = max_slots or sglang_states(alone, state)
-    return pool, snapshots, state_pool(plain, requests, state, 0, 0)
+    return pool, state_pool(plain, requests, state, 0, 0)
 
 
 def _divided(

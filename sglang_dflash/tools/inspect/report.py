@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -112,10 +114,36 @@ def inspect(
         "draft_tensors": len(draft.tensors) if config and draft.tensors else None,
         "draft_values": "finite" if config and draft.weights else None,
         **memory,
+        **_with_builtin_worker(target, draft, decision, resolved, serving, memory),
         "sources": [f"target: {target.source}", f"draft: {draft.source}"],
     }
     summary = {"verdict": words.verdict(facts), "at_context": words.at_context(facts)}
     return {**summary, "assumptions": _assumptions(serving), **facts}
+
+
+def _with_builtin_worker(
+    target: ModelFacts,
+    draft: ModelFacts,
+    decision: ServingDecision,
+    options: ResolvedOptions,
+    serving: Serving,
+    served: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the KV tokens and the requests with SGLang's worker, and the gain over it.
+
+    Args:
+        served: the memory with the worker that serves.
+    """
+    counts = ("target_tokens", "running_requests", "requests_at_context")
+    theirs: Mapping[str, Any] = dict.fromkeys(counts, 0)
+    # If its snapshots do not fit, it would not start.
+    with suppress(ConfigError):
+        theirs = memory_of(target, draft, replace(decision, worker=BUILTIN), options, serving)
+    tokens = theirs["target_tokens"]
+    return {
+        **{f"{name}_builtin": theirs[name] for name in counts},
+        "target_tokens_gain": served["target_tokens"] / tokens - 1 if tokens else None,
+    }
 
 
 def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) -> ResolvedOptions:

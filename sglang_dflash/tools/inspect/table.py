@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_dflash.memory.draft_memory import DraftMemory
-from sglang_dflash.serving.metrics.server_info import BUILTIN
+from sglang_dflash.serving.metrics.server_info import BUILTIN, OURS
 from sglang_dflash.tools.inspect.kv import GIB
 
 _MEMORY = "memory of each GPU"
@@ -32,50 +32,39 @@ _GROUPS = {
     "each token": ("target_kv_bytes_per_token", "draft_kv_bytes_per_token"),
     "each request": (
         "recurrent_state_bytes", "recurrent_replay_bytes", "recurrent_snapshot_bytes",
-        "recurrent_slots", "running_requests_with_snapshots",
-    ),
-    "tokens of target KV": (
-        "target_tokens", "target_tokens_unbounded", "target_tokens_without_draft",
-    ),
-    "requests at a time": (
-        "requests_at_context", "requests_at_context_unbounded",
-        "requests_at_context_without_draft",
+        "recurrent_slots",
     ),
     "draft KV": ("draft_kv_groups",),
 }  # fmt: skip
+# What is compared -> suffix of its facts.
+_COMPARED = {"as served": "", "SGLang's worker": "_builtin", "without a draft": "_without_draft"}
 _WORDS = {
     "target": "name",
     "draft": "name",
     "head_bytes": "head reads per step",
     "head_bytes_per_request": "and per request",
-    "target_tokens": "as served",
-    "target_tokens_unbounded": "with all draft KV kept",
-    "target_tokens_without_draft": "without a draft",
-    "requests_at_context": "as served",
-    "requests_at_context_unbounded": "with all draft KV kept",
-    "requests_at_context_without_draft": "without a draft",
     "draft_kv_groups": "groups",
     "draft_memory_bytes": "reserved",
 }
 
 
 def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
-    """The answer in words, then the facts in groups, byte counts in GiB or MiB. Facts that are
-    unknown, empty or 0 have no line. Lines have up to 80 columns.
+    """The verdict, the comparison with other servers, notes and warnings, then the facts in groups,
+    byte counts in GiB or MiB. Facts that are unknown, empty or 0 have no line. Lines have up to 80
+    columns.
 
     Args:
         sources: also give the source of the facts.
     """
     suggested = report.get("suggestions")
-    head = [
-        report["verdict"],
+    notes = [
         *([report["at_context"]] if report["at_context"] else []),
-        *([_most_requests(suggested, report)] if suggested else []),
         _weights_verdict(report),
         report["assumptions"],
         *(f"warning: {text}" for text in report["warnings"]),
     ]
-    lines = [_filled(text) for text in head]
+    lines = [_filled(report["verdict"]), "", *_comparison(report, suggested), ""]
+    lines += [_filled(text) for text in notes]
     for heading, names in _GROUPS.items():
         if heading == _MEMORY and report["memory_bytes"] is not None:
             lines += ["", *_memory(report["memory_bytes"])]
@@ -108,14 +97,27 @@ def _command(command: str) -> list[str]:
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
-def _most_requests(suggestions: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """The most requests at a time: as served, with SGLang's worker, without a draft."""
-    (_, served), *others = suggestions["most"].items()
-    counts = f"{served}; {', '.join(f'{name} {count}' for name, count in others)}"
-    bounds = "--max-running-requests"
-    if report["recurrent_layers"]:
-        bounds += " and --max-mamba-cache-size"
-    return f"at most, with {bounds} for them: {counts}"
+def _comparison(report: Mapping[str, Any], suggested: Mapping[str, Any] | None) -> list[str]:
+    """KV tokens and requests at a time as served, with SGLang's worker and without a draft."""
+    servers = [each for each in _COMPARED if report["worker"] != BUILTIN or "worker" not in each]
+
+    def row(fact: str) -> list[int]:
+        return [report[f"{fact}{_COMPARED[server]}"] for server in servers]
+
+    rows = {
+        "tokens of target KV": row("target_tokens"),
+        "running requests": row("running_requests"),
+    }
+    if suggested:
+        rows[f"  of {report['context']:,} tokens"] = row("requests_at_context")
+        rows["  at most (*)"] = [suggested["most"][server] for server in servers]
+    heads = [OURS if report["worker"] == OURS and not _COMPARED[each] else each for each in servers]
+    lines = [" " * 28 + "".join(f"{head:>17}" for head in heads)]
+    lines += [f"{name:<28}" + "".join(f"{n:>17,}" for n in row) for name, row in rows.items()]
+    if suggested:
+        states = " and --max-mamba-cache-size" if report["recurrent_layers"] else ""
+        lines += [f"(*) with --max-running-requests{states} for as many"]
+    return lines
 
 
 def _suggestions(suggestions: Mapping[str, Any]) -> list[str]:

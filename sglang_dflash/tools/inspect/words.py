@@ -11,59 +11,42 @@ from sglang_dflash.serving.metrics.server_info import BUILTIN, OURS
 
 
 def verdict(facts: Mapping[str, Any]) -> str:
-    """Return which worker serves the pair, and how many tokens its draft KV leaves the target."""
-    worker = facts["worker"]
-    subject = f"which worker serves is not known: {facts['worker_reason']}"
-    if worker == OURS:
-        subject = "served by sglang-dflash"
-    elif worker == BUILTIN:
-        subject = f"served by SGLang's built-in worker, because of {facts['worker_reason']}"
-    served, all_kept, without = (
-        f"{facts[f'target_tokens{suffix}']:,}" for suffix in ("", "_unbounded", "_without_draft")
-    )
-    tokens, most = f"{served} tokens of target KV", _percent(facts["target_tokens_gain_ceiling"])
-    if worker == BUILTIN:
-        return f"{subject}: {tokens}, whatever the window; {without} without a draft"
+    """Return which worker serves the pair, and what its draft layers keep."""
+    if facts["worker"] == BUILTIN:
+        return f"served by SGLang's built-in worker, because of {facts['worker_reason']}"
+    subject = "served by sglang-dflash"
+    if facts["worker"] != OURS:
+        subject = f"which worker serves is not known: {facts['worker_reason']}"
     groups = facts["draft_kv_groups"]
-    slides = sum(len(group["layers"]) for group in groups if group["window"])
+    bounded = sum(len(group["layers"]) for group in groups if group["window"])
     depth = sum(len(group["layers"]) for group in groups)
-    window = (
-        f"window {facts['window']}"
-        if facts["window"]
-        else f"{slides} of {depth} draft layers slide"
-    )
-    if not slides and not facts["window"]:
-        return f"{subject}: {tokens}; with --window up to +{most}; {without} without a draft"
+    if not bounded:
+        most = f"{100 * facts['target_tokens_gain_ceiling']:.1f} %"
+        return (
+            f"{subject}; every draft layer reads the whole context, and keeps its K/V: --window "
+            f"bounds it, for up to {most} more KV tokens"
+        )
+    layers = f"{bounded} of {depth} draft layers have a window"
     if not any(group["ring"] for group in groups):
         return (
-            f"{subject}: {tokens}; {window}, which frees nothing: {facts['running_requests']} "
-            f"running requests need as many draft entries; {without} without a draft"
+            f"{subject}; {layers}, which frees nothing here: {facts['running_requests']} running "
+            "requests see as many tokens as the target's pool holds"
         )
-    gain = _percent(facts["target_tokens_gain"])
-    windowed = "" if slides == depth else f"; with --window up to +{most}"
-    return (
-        f"{subject}: {tokens}, since {window}; {all_kept} if all draft KV were kept (+{gain}); "
-        f"{without} without a draft{windowed}"
-    )
+    return f"{subject}; {layers}, and keep only what running requests see"
 
 
 def at_context(facts: Mapping[str, Any]) -> str | None:
-    """Return how many requests of the asked length run at a time; None if no length was asked
-    for."""
+    """Return how many requests of the asked length run at a time, and what bounds them; None if no
+    length was asked for."""
     if facts["context"] is None:
         return None
-    served, all_kept, without = (
-        facts[f"requests_at_context{suffix}"] for suffix in ("", "_unbounded", "_without_draft")
-    )
+    served = facts["requests_at_context"]
     bound = "the KV tokens bound it"
     if served == facts["running_requests"]:
         bound = "--max-running-requests bounds it"
         if served < facts["max_running_requests"]:
             bound = "recurrent states bound it"
-    return (
-        f"requests of {facts['context']:,} tokens that run at a time: {served} ({bound}); "
-        f"{all_kept} if all draft KV were kept; {without} without a draft"
-    )
+    return f"requests of {facts['context']:,} tokens that run at a time: {served} ({bound})"
 
 
 def capped(memory: Mapping[str, Any], max_running: int) -> list[str]:
@@ -97,7 +80,3 @@ def config_only(draft: ModelFacts) -> list[str]:
         f"config only: {draft.name} has no weights, so they are not judged, and a server needs "
         "them (or --load-format dummy)"
     ]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

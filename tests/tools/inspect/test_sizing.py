@@ -32,10 +32,10 @@ def test_the_memory_sums_to_that_of_the_card(capsys: pytest.CaptureFixture[str])
 
 def test_it_tells_how_many_long_requests_run_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     pair = ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", "--max-running-requests", "8")
-    names = [f"requests_at_context{which}" for which in ("", "_unbounded", "_without_draft")]
+    names = [f"requests_at_context{which}" for which in ("", "_builtin", "_without_draft")]
     for context, counts, bound in (
-        ("20480", [7, 6, 8], "the KV tokens bound it"),
-        ("1024", [8, 8, 8], "--max-running-requests bounds it"),
+        ("20480", [7, 1, 8], "the KV tokens bound it"),
+        ("1024", [8, 1, 8], "--max-running-requests bounds it"),
         # A step takes two blocks ahead.
         (str(157_539 // 2), [1, 1, 2], "the KV tokens bound it"),
     ):
@@ -57,6 +57,25 @@ def test_it_tells_how_many_long_requests_run_at_a_time(capsys: pytest.CaptureFix
     assert f"the target's max_position_embeddings is {own}; " in " ".join(known["warnings"])
     short = ("--context-length", "8192", "--context", "9000")
     assert "up to 8192 tokens (--context-length)" in refusal(capsys, *pair[:2], *short)
+
+
+def test_sglangs_worker_beside_ours_is_the_one_that_a_flag_asks_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target, draft = "Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash"
+    figures = ("target_tokens", "running_requests", "requests_at_context")
+    command = ("sglang", "serve", "--model-path", target, "--speculative-draft-model-path", draft)
+    own = ("--max-running-requests", "8", "--speculative-algorithm", "DFLASH")
+    for gib in ("80", "140"):
+        asked = ("--context", "20480", "--memory-gib", gib)
+        found = inspected(capsys, target, draft, *asked, *own[:2])
+        by_flag = (*command, *own, "--speculative-dflash-worker", "builtin")
+        theirs = inspected(capsys, *asked, "--", *by_flag)
+        assert [found[f"{name}_builtin"] for name in figures] == [theirs[name] for name in figures]
+    # One card that holds the weights, and no request's snapshots.
+    small = inspected(capsys, target, draft, "--memory-gib", "64", "--max-running-requests", "1")
+    assert small["target_tokens"] > 0 and small["target_tokens_builtin"] == 0
+    assert small["target_tokens_gain"] is None
 
 
 @pytest.mark.parametrize("part", DraftMemory._fields)
