@@ -26,9 +26,7 @@ FOREIGN = {
     },
     "sglang serve, beside a server's": {"--model-type"},
     "uv pip": {"--no-deps"},
-    "nsys, ncu, compute-sanitizer": {
-        "--cuda-graph-trace", "--error-exitcode", "--set", "--tool",
-    },
+    "compute-sanitizer": {"--error-exitcode", "--tool"},
     "launch/demo.sh": {"--check"},
 }  # fmt: skip
 # Short for a server's --tp-size and the like, and the beginning of several.

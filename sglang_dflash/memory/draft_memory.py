@@ -27,9 +27,8 @@ class DraftMemory(NamedTuple):
         scratch_kv: entries that attention keeps the block's own K/V in: one for padding; with `fa3`
             and `fa4` also one per request and block position.
         context_tables: a step's tables of entries, one for each group of layers: 4 bytes per
-            request and visible token. With `fa3` and `fa4` it is 12, for a copy, and 48 where K/V
-            may be missing, as in a ring: the copy is sorted. A ring's 5 bytes per entry and 4 per
-            target token are charged with its K/V.
+            request and visible token; with `fa3` and `fa4` 12, or 48 where K/V may be missing, as
+            in a ring.
         attention_workspace: of draft attention, for each group of layers: parts of split requests
             (`triton`), or a chunk of copied K/V, 64 MiB at most (`torch`).
         graph_buffers: what recorded steps read and write; 0 if none are recorded.
@@ -44,8 +43,10 @@ class DraftMemory(NamedTuple):
             the hidden states that each graph keeps; 0 on a CPU.
     """
 
-    # Behind each, what allocates it. Not here: what replay records (`sizes.replay_bytes`, by
-    # `Recording`) is taken from the pool of states, and `Staging` is in host memory.
+    # Behind each, what allocates it. `fa3` and `fa4` copy a table, and sort the copy where K/V may
+    # be missing. Not here: what replay records (`sizes.replay_bytes`, by `Recording`) is taken from
+    # the pool of states, a ring's 5 bytes per entry and 4 per target token are charged with its
+    # K/V, and `Staging` is in host memory.
     scratch_kv: int = 0  # DraftKVCache
     context_tables: int = 0  # in each step TorchOps.context_table, and PagedAttention.prepare
     attention_workspace: int = 0  # TritonAttention; in each layer TorchAttention
