@@ -4,7 +4,7 @@ origin. No torch."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sglang_dflash.checkpoint.fields import read_json_object
@@ -29,17 +29,25 @@ def published_draft(target: str) -> str:
     Raises:
         ConfigError: none is known.
     """
-    pairs = published_pairs()
+    drafts = published_drafts(target)
+    if not drafts:
+        required = (
+            "give a folder or a hub name: no draft is known that is published for "
+            f"{target!r}; drafts are known for {', '.join(published_pairs())}"
+        )
+        raise ConfigError("draft", required=required)
+    return drafts[0]
+
+
+def published_drafts(target: str) -> Sequence[str]:
+    """The hub names of all drafts that are published for a target, see `published_draft`; empty if
+    none is known."""
     for name in _origins(target):
         for spelled in (str.casefold, _model):
-            for published, drafts in pairs.items():
+            for published, drafts in published_pairs().items():
                 if spelled(published) == spelled(name):
-                    return drafts[0]
-    required = (
-        f"give a folder or a hub name: no draft is known that is published for {target!r}; drafts "
-        f"are known for {', '.join(pairs)}"
-    )
-    raise ConfigError("draft", required=required)
+                    return drafts
+    return ()
 
 
 def _model(name: str) -> str:

@@ -144,7 +144,10 @@ def _suggestion(role: str, name: str) -> str:
     model = name.casefold().rpartition("/")[2]
     for base, published in by_model.items():
         if model.startswith(f"{base}-") and model != f"{base}-":
-            required = f"no facts of it are shipped: give a folder with the {role}'s config.json"
+            required = (
+                "no facts of it are shipped: give a folder with the "
+                f"{role}'s config.json and weights"
+            )
             in_8_bits = f", or {published} with --quantization fp8"
             return required + (in_8_bits if model == f"{base}-fp8" else "")
     near = difflib.get_close_matches(model, by_model, cutoff=0.75)

@@ -16,7 +16,7 @@ from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.serving.metrics.server_info import OURS
 from sglang_dflash.tools.inspect import launch_command
-from sglang_dflash.tools.inspect.launch_command import OPTION_FLAGS, SERVING_FLAGS
+from sglang_dflash.tools.inspect.launch_command import OPTION_FLAGS, SERVING_FLAGS, spellings
 from sglang_dflash.tools.inspect.report import inspect
 from sglang_dflash.tools.inspect.serving import Serving
 from sglang_dflash.tools.inspect.suggest import Pair, suggest
@@ -32,8 +32,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a folder with config.json, or a hub name (default: the one published for the target)",
     )
-    add_flags(parser, Options, OPTION_FLAGS)
-    add_flags(parser, Serving, SERVING_FLAGS)
+    add_flags(parser, Options, spellings(OPTION_FLAGS))
+    add_flags(parser, Serving, spellings(SERVING_FLAGS))
     add(
         "--sessions",
         type=positive,

@@ -50,6 +50,17 @@ SERVING_FLAGS = spelled(
     attention="--draft-attention-backend",
     target_attention="--attention-backend",
 )
+
+
+def spellings(flags: Mapping[str, str]) -> dict[str, str]:
+    """Flags of `inspect` by field, each with a server's spellings behind its own."""
+    servers = {
+        flag: [_flag(setting) for setting, ours in FLAGS.items() if ours == flag]
+        for flag in flags.values()
+    }
+    return {field: " ".join(dict.fromkeys([flag, *servers[flag]])) for field, flag in flags.items()}
+
+
 # A value of a server -> that of `inspect`.
 _VALUES = {"bf16": "bfloat16", "torch_native": "torch"}
 # They change the figures, and are not part of the arithmetic.

@@ -192,7 +192,8 @@ def _kv_memory(serving: Serving, target: int | None, draft: int | None, steps: i
         unknown = "target" if target is None else "draft"
         raise ConfigError(
             "kv_memory_gib",
-            required=f"required, because the size of the {unknown}'s weights is not known",
+            required=f"required, because the size of the {unknown}'s weights is not known: a "
+            "folder tells it by its weights or by model.safetensors.index.json",
         )
     weights = target + draft
     usable = int(serving.memory_gib * serving.mem_fraction * GIB)

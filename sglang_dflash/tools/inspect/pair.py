@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention, draft_fields
 from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.origin import published_drafts
 from sglang_dflash.checkpoint.published import ModelFacts, published_pairs
 from sglang_dflash.checkpoint.target_classes import check_target_class
 from sglang_dflash.checkpoint.target_config import TargetGeometry
@@ -91,13 +92,17 @@ def context_of(target: ModelFacts) -> int | None:
 
 
 def other_target(target: str, draft: str) -> list[str]:
-    """A warning if the collection lists the draft for other targets."""
+    """A warning if the collection lists the draft for other targets only.
+
+    Args:
+        target: a folder or a hub name, also of a quantization or a fine-tune of a listed target.
+    """
     listed = [
         published
         for published, drafts in published_pairs().items()
         if draft.casefold() in (name.casefold() for name in drafts)
     ]
-    if not listed or target.casefold() in (name.casefold() for name in listed):
+    if not listed or draft.casefold() in map(str.casefold, published_drafts(target)):
         return []
     return [
         f"{draft} is published for {' and '.join(listed)}, not for {target}; with another "

@@ -69,10 +69,10 @@ def suggest(pair: Pair, sessions: int | None = None) -> dict[str, Any]:
         sessions: requests to run at a time; None for as many as fit.
 
     Returns:
-        `most`: requests at a time with the settings asked for, by "as served", "SGLang's worker"
-        and "without a draft"; `command`: the launch command for the first of them, or for
-        `sessions`, None if none fits; `set_ups`: others that run more, cheapest first, each with
-        `sessions`, `flags`, `cost` and `command`.
+        `sessions`: the number asked for; `most`: requests at a time with the settings asked for, by
+        "as served", "SGLang's worker" and "without a draft"; `command`: the launch command for the
+        first of them, or for `sessions`, None if they do not fit; `set_ups`: others that run more,
+        cheapest first, each with `sessions`, `flags`, `cost` and `command`.
     """
     served = most(pair, AS_ASKED)
     counts: dict[str, Any] = {
@@ -94,7 +94,7 @@ def suggest(pair: Pair, sessions: int | None = None) -> dict[str, Any]:
                     "command": command_of(pair, set_up, number),
                 }
             )
-    return {"most": counts, "command": command, "set_ups": rows[:_SHOWN]}
+    return {"sessions": sessions, "most": counts, "command": command, "set_ups": rows[:_SHOWN]}
 
 
 def most(pair: Pair, set_up: SetUp, *, drafts: bool = True) -> int:

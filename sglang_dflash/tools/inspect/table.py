@@ -59,6 +59,7 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
     suggested = report.get("suggestions")
     notes = [
         *([report["at_context"]] if report["at_context"] else []),
+        *([_sessions_verdict(suggested)] if suggested and suggested["sessions"] else []),
         _weights_verdict(report),
         report["assumptions"],
         *(f"warning: {text}" for text in report["warnings"]),
@@ -116,25 +117,36 @@ def _comparison(report: Mapping[str, Any], suggested: Mapping[str, Any] | None) 
     lines += [f"{name:<28}" + "".join(f"{n:>17,}" for n in row) for name, row in rows.items()]
     if suggested:
         states = " and --max-mamba-cache-size" if report["recurrent_layers"] else ""
-        lines += [f"(*) with --max-running-requests{states} for as many"]
+        note = (
+            f"(*) with --max-running-requests{states} for as many; all other figures are "
+            f"with --max-running-requests {report['max_running_requests']}"
+        )
+        lines += [_filled(note, " " * 4)]
     return lines
 
 
 def _suggestions(suggestions: Mapping[str, Any]) -> list[str]:
-    """The command for the most requests at a time, and other set-ups."""
-    lines = list[str]()
-    if suggestions["command"]:
-        lines += ["launch command", "", *_command(suggestions["command"])]
-    rows = suggestions["set_ups"]
+    """The launch command for the requests asked for, or for the most, and other set-ups."""
+    command, rows = suggestions["command"], suggestions["set_ups"]
+    others = ["other set-ups, the cheapest first (inspect with such flags prints the command)"]
+    others += [
+        _filled(f"  {row['sessions']:>5}  {row['flags']} ({row['cost']})", " " * 9) for row in rows
+    ]
+    if command:
+        lines = ["launch command", "", *_command(command)]
+        return [*lines, "", *others] if rows else lines
     if rows:
-        lines += [*[""] * bool(lines), "others, the cheapest first"]
-        lines += [
-            _filled(f"  {row['sessions']:>5}  {row['flags']} ({row['cost']})", " " * 9)
-            for row in rows
-        ]
-    elif not suggestions["command"]:
-        lines += ["no set-up that is known here runs as many"]
-    return lines
+        return [*others, "", "launch command of the first", "", *_command(rows[0]["command"])]
+    return ["no set-up that is known here runs as many"]
+
+
+def _sessions_verdict(suggestions: Mapping[str, Any]) -> str:
+    """Return whether the requests that were asked for run at a time."""
+    subject = f"{suggestions['sessions']:,} requests at a time, as asked for:"
+    if suggestions["command"]:
+        return f"{subject} they fit, with the launch command below"
+    most = suggestions["most"]["as served"]
+    return f"{subject} they do not fit, {most:,} do; the last lines tell what would"
 
 
 def _memory(parts: Mapping[str, int]) -> list[str]:

@@ -181,6 +181,9 @@ def test_without_a_draft_it_is_the_published_one(capsys: pytest.CaptureFixture[s
         ("Qwen/Qwen3.6-27B", "z-lab/Qwen3.5-27B-DFlash", True),
         ("qwen/qwen3.5-27b", "z-lab/Qwen3.5-27B-DFlash", False),
         ("Qwen/Qwen3.5-27B", "somebody/else", False),
+        # A draft that `published_draft` finds for such a name.
+        ("models/Qwen3.8-27B-NVFP4/", "z-lab/Qwen3.8-27B-DFlash2", False),
+        ("models/Qwen3.6-27B-FP8", "z-lab/Qwen3.8-27B-DFlash2", True),
     ],
 )
 def test_a_draft_for_another_target_gives_a_warning(target: str, draft: str, warned: bool) -> None:

@@ -116,6 +116,31 @@ def test_what_fits_where_the_card_is_too_small(capsys: pytest.CaptureFixture[str
     assert "--max-running-requests 2 " in fits["command"] and not fits["set_ups"]
     none = inspected(capsys, *command, "4000")
     assert "no set-up that is known here runs as many" in as_table(none)
+    # In words: whether they fit, and the whole command of a set-up in which they do.
+    for sessions, verdict, shown in (
+        ("2", "they fit, with the launch command below", "--max-running-requests 2 "),
+        ("24", "they do not fit, 3 do;", "--quantization fp8 --max-running-requests 24 "),
+    ):
+        text = " ".join(as_table(inspected(capsys, *command, sessions)).split())
+        assert f"{sessions} requests at a time, as asked for: {verdict}" in text
+        assert shown in text.partition("launch command")[2].replace("\\ ", "")
+
+
+def test_inspect_reads_the_flags_of_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    """A set-up's flags can be added to the command that printed them."""
+    pair = ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", "--offline", "--context", "32768")
+    for ours, server in (
+        ("--kv-dtype fp8_e4m3", "--kv-cache-dtype fp8_e4m3"),
+        ("--window 2048", "--speculative-draft-window-size 2048"),
+        ("--block-size 8 --mem-fraction 0.8", "--speculative-num-draft-tokens 8 "
+         "--mem-fraction-static 0.8"),
+    ):  # fmt: skip
+        assert inspected(capsys, *pair, *ours.split()) == inspected(capsys, *pair, *server.split())
+    for row in inspected(capsys, *pair)["suggestions"]["set_ups"]:
+        found = inspected(capsys, *pair, *row["flags"].split())["suggestions"]
+        assert found["most"]["as served"] == row["sessions"]
+        # The order of flags may differ.
+        assert sorted(found["command"].split()) == sorted(row["command"].split())
 
 
 def test_a_suggestion_keeps_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
