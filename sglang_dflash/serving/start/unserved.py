@@ -77,7 +77,6 @@ UNSERVED = (
         "data-parallel attention (--enable-dp-attention)", _above_1("attn_dp_size"),
         "ranks without requests would have to take part in every draft",
         "`--dp-size` without it: replicas, each with a drafter of its own",
-        note="SGLang refuses it on a CPU",
     ),
     Unserved(
         "--device {device}", lambda s, _: s.device not in (None, "cpu", "cuda"),
@@ -109,8 +108,8 @@ UNSERVED = (
         and s.disaggregation_transfer_backend not in (None, "mooncake", "nixl"),
         "they send fewer kinds of state",
         "`mooncake`",
-        in_docs="`--disaggregation-transfer-backend` other than `mooncake` and `nixl` (`nixl` by "
-        "reading SGLang's code only: it has not been run)",
+        in_docs="`--disaggregation-transfer-backend` other than `mooncake` and `nixl` "
+        "(`nixl` has not been run)",
     ),
     Unserved(
         "--disaggregation-enable-kv-checksum",
@@ -235,8 +234,7 @@ IGNORED = (
         "a draft is accepted only if it is the target's own token, so that sampled answers have "
         "plain decoding's distribution",
         in_docs="below 1, and both in `/set_internal_state`",
-        note="SGLang's worker accepts more with them, on CUDA, and its sampled answers have "
-        "another distribution",
+        note="SGLang's worker accepts more with them, on CUDA",
     ),
     Ignored(
         ("--speculative-use-rejection-sampling",),
