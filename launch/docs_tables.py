@@ -166,10 +166,7 @@ def draft_memory() -> str:
 
 def published_drafts() -> str:
     """Drafts whose config is in the package."""
-    head = (
-        "target", "hybrid", "draft", "block", "draft layers", "more KV tokens", "mask token",
-        "served by",
-    )  # fmt: skip
+    head = ("target", "hybrid", "draft", "block", "draft layers", "more KV tokens", "served by")
     return table(head, (
         _draft_row(target, draft)
         for target, drafts in published_pairs().items()
@@ -180,9 +177,7 @@ def published_drafts() -> str:
 def _draft_row(target: str, draft: str) -> tuple[str, ...]:
     serving = Serving(max_running_requests=8, kv_memory_gib=16)
     facts = inspect_pair(shipped("target")[target], shipped("draft")[draft], Options(), serving)
-    gain, mask, reason = (
-        facts[name] for name in ("target_tokens_gain", "mask_token_id", "worker_reason")
-    )
+    gain, reason = facts["target_tokens_gain"], facts["worker_reason"]
     worker = "SGLang's built-in worker" if facts["worker"] == BUILTIN else facts["worker"]
     return (
         target,
@@ -191,7 +186,6 @@ def _draft_row(target: str, draft: str) -> tuple[str, ...]:
         str(facts["block_size"]),
         facts["draft_layers"],
         f"+{100 * gain:.1f} %" if gain else "none",
-        "not seen" if mask is None else str(mask),
         f"{worker}: {reason}" if reason else worker,
     )
 

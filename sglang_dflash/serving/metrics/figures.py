@@ -30,10 +30,7 @@ _BLOCKS = "tokens per block, served and trained"
 _REACH = "committed tokens that the draft reads: the last ones, and the first of a request"
 _CONTEXTS = "tokens of a request that the server takes, and that the draft was made for"
 _OPERATIONS = "the draft attention backend, and the class with the drafter's other operations"
-_HEAD = (
-    "what a proposal reads on a rank beyond that of a DFlash draft without DFlash2's parts, once "
-    "and for each request"
-)
+_HEAD = "bytes of DFlash2's parts that a proposal reads on a rank, once and for each request"
 _ROLLBACK = (
     "how recurrent layers follow an accepted prefix, and the memory that verification needs for it"
 )
@@ -46,7 +43,7 @@ _TIMES = "[where time goes](#where-time-goes), on average since the start"
 # Known when the server starts.
 SET_UP: tuple[Figure[Figures], ...] = (
     Figure("worker", lambda s: s.worker,
-           "the worker's class. SGLang's built-in worker has no key `dflash`; instead, "
+           "the worker's class. With SGLang's worker there is no key `dflash`: "
            "`dflash_builtin_reason` in the same entry tells why it serves"),
     Figure("version", lambda s: version("sglang-dflash"), "the version of sglang-dflash"),
     Figure("tensor_parallel", lambda s: s.tp.size,
@@ -63,9 +60,8 @@ SET_UP: tuple[Figure[Figures], ...] = (
     Figure("draft_attention", lambda s: s.attention, _OPERATIONS),
     Figure("draft_ops", lambda s: type(s.model.ops).__name__, _OPERATIONS),
     Figure("draft_kv_groups", lambda s: [shown_group(group) for group in s.drafter.groups],
-           "the draft KV caches, one for each group of layers with the same reach: `layers` from "
-           "0, their `window` and `sinks`, `entries`, and `is_ring`; if false there is one per "
-           "target slot"),
+           "the draft KV caches, one for each group of layers with the same reach; without "
+           "`is_ring` a cache has an entry per target slot"),
     Figure("draft_kv_entries", lambda s: s.draft_kv_entries,
            "entries of the smallest draft KV cache"),
     Figure("draft_kv_bytes", lambda s: sum(cache.kv.nbytes for cache in s.caches),
@@ -73,8 +69,7 @@ SET_UP: tuple[Figure[Figures], ...] = (
     Figure("draft_kv_dtype", lambda s: str(s.caches[0].kv.dtype).removeprefix("torch."),
            "of draft K/V"),
     Figure("draft_memory_bytes", lambda s: s.memory,
-           "what the drafter takes beside weights and draft K/V, at most, reserved before the KV "
-           "pools are sized ([memory](gpu.md#memory))"),
+           "what the drafter takes at most beside weights and draft K/V ([memory](gpu.md#memory))"),
     Figure("draft_head_bytes", lambda s: s.head_bytes.once, _HEAD),
     Figure("draft_head_bytes_per_request", lambda s: s.head_bytes.per_request, _HEAD),
     Figure("recurrent_rollback", lambda s: s.rollback and s.rollback.name, _ROLLBACK),
@@ -87,8 +82,7 @@ SET_UP: tuple[Figure[Figures], ...] = (
 # What steps change, and what the log has on lines of its own.
 COUNTS: tuple[Figure[Figures], ...] = (
     Figure("acceptance_length", lambda s: s.counts.acceptance_length,
-           "tokens kept per verify step, rounded to four digits; roughly an upper bound of the "
-           "speedup"),
+           "tokens kept per verify step; roughly an upper bound of the speedup"),
     Figure("acceptance_by_position", lambda s: s.counts.by_position(),
            "share of the steps with that draft in which the first, second, ... was accepted and "
            "kept"),
@@ -96,8 +90,7 @@ COUNTS: tuple[Figure[Figures], ...] = (
            "verify steps, one per live request and forward", "verify_steps"),
     Figure("committed_tokens", lambda s: s.counts.drafted.tokens,
            "tokens kept from verify steps, bonus tokens included; divided by `verify_steps`, the "
-           "acceptance length. `sglang:spec_accept_length` is larger: it is of the time since "
-           "SGLang's last log line, and counts tokens that no request keeps", "committed_tokens"),
+           "acceptance length", "committed_tokens"),
     Figure("accepted_drafts", lambda s: s.counts.accepted,
            "verify steps that accepted, and kept, the first, second, ... draft",
            "accepted_drafts", label="position"),
@@ -113,39 +106,35 @@ COUNTS: tuple[Figure[Figures], ...] = (
     Figure("accepted_drafts_by_source",
            lambda s: s.lookup and s.draft_counts.accepted_by_source, _SOURCES),
     Figure("acceptance_alarm", lambda s: s.watch.alarm.raised,
-           "whether the acceptance length stays near 1, so that drafts are of no use "
-           "([alarm](doctor.md#alarm))", "acceptance_alarm", goes_down=True),
+           "whether the acceptance length stays near 1 ([alarm](doctor.md#alarm))",
+           "acceptance_alarm", goes_down=True),
     Figure("recent_acceptance_length", lambda s: s.watch.recent_acceptance_length,
-           "acceptance length of the last 512 verify steps that were judged, null before"),
+           "acceptance length of the last 512 verify steps that were judged"),
     Figure("warnings", lambda s: [warning._asdict() for warning in s.warnings],
            "what the server warned of when it started: name, problem, advice"),
     Figure("nonfinite_outputs", lambda s: s.draft_counts.nonfinite,
-           "what the draft computed that was NaN or Inf: the logits of a drafted token, which is "
-           "then not accepted, or the features of a committed one, whose K/V is then zeros",
-           "nonfinite_outputs"),
+           "drafted tokens with NaN or Inf in their logits, which are not accepted, and committed "
+           "ones with such features, whose K/V is then zeros", "nonfinite_outputs"),
     Figure("decode_steps", lambda s: sum(s.width_steps.values()), "forwards of a batch"),
     Figure("step_milliseconds", lambda s: s.times.step_milliseconds, _TIMES),
     Figure("step_shares", lambda s: s.times.shares(), _TIMES),
     Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.times.seconds.items()},
-           "host time in choosing the width, propose, verify, commit, and in learning from "
-           "outcomes for the next width; on an accelerator, the time to launch them",
+           "host time by phase of a step; on an accelerator, the time to launch the work",
            "host_seconds", label="phase"),
     Figure("draft_kv_live_share", lambda s: round(min(c.live_share() for c in s.caches), 4),
-           "share of the entries that a reader would find, of the cache with the smallest"),
+           "share of live entries, in the cache where it is smallest"),
     Figure("draft_context_share", lambda s: s.context_share,
-           "share of the context that drafts were to see and found in rings, since the start; null "
-           "without one. Low: the cache is too small"),
+           "share of the context that drafts were to see and found in rings; null without one. If "
+           "it is low, the cache is too small"),
     Figure("", lambda s: s.draft_counts.context_sought,
            "context tokens that drafts were to see in rings, per step, request and ring",
            "draft_context_sought"),
     Figure("", lambda s: s.draft_counts.context_found,
-           "context tokens that drafts were to see in rings and whose draft K/V was live; divided "
-           "by `draft_context_sought`, a low share means that the draft KV cache is too small",
-           "draft_context_found"),
+           "those of `draft_context_sought` whose draft K/V was live", "draft_context_found"),
     Figure("draft_kv_received_bytes", lambda s: s.pages.received_bytes,
            "of a decode server: draft K/V of prompts that it has asked "
-           "[prefill servers](scaling.md#prefilldecode-disaggregation) for: the pages that drafts "
-           "can see", "draft_kv_received_bytes"),
+           "[prefill servers](scaling.md#prefilldecode-disaggregation) for",
+           "draft_kv_received_bytes"),
     Figure("loaded_back_tokens", lambda s: s.host_tier.loaded if s.host_tier else 0,
            "with a [hierarchical cache](scaling.md#hierarchical-cache): tokens whose K/V came back "
            "from host memory", "loaded_back_tokens"),
