@@ -94,24 +94,20 @@ class ServerFlags:
     width: str = _flag(
         "auto",
         "how many tokens of a block the target verifies. `fixed`: all of them in every step. "
-        "`adaptive`: in every step as many as pay off, down to 1, plain decoding; on CPUs and "
-        "CUDA. `auto`: adaptive on a CPU, fixed elsewhere ([width](width.md)). `adaptive` is "
-        "refused with `--enable-deterministic-inference`; on a GPU also with `--enable-lora`, and "
-        "with FlashInfer for recurrent layers",
+        "`adaptive`: in every step as many as pay off, down to 1, which is plain decoding "
+        "([width](width.md)). `auto`: adaptive on a CPU, fixed elsewhere",
         choices=("auto", "adaptive", "fixed"),
     )
     lookup: str = _flag(
         "auto",
         "`on`: drafts are also looked up in the request's own text, for answers that repeat parts "
-        "of it, such as edits and quotes, and verified where they were right more often than the "
-        "draft's ([lookup](lookup.md)). With more `--speculative-num-draft-tokens` than the draft "
-        "was trained with, they fill the rest of a block. `auto`: on a CPU only",
+        "of it, such as edits and quotes ([lookup](lookup.md)). `auto`: on a CPU only",
         choices=("auto", "on", "off"),
     )
     self_check: str = _flag(
         "on",
-        "at start-up, compares kernels and graphs of the drafter with torch, which takes a few "
-        "milliseconds; if one differs, the server does not start",
+        "at start-up, compares kernels and graphs of the drafter with torch; if one differs, the "
+        "server does not start",
         choices=("on", "off"),
     )
     extension: str | None = _flag(
