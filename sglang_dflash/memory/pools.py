@@ -238,10 +238,12 @@ class Capacity:
         else:
             flag = "--max-total-tokens" if self.tokens_given else "--mem-fraction-static"
             bound = f"K/V bounds it: {flag}"
-        return (
-            f"{min(held, self.carried)} requests of {length:,} tokens run at a time: K/V of "
-            f"{self.tokens:,} tokens holds {held}{states}; {bound}"
-        )
+        running = f"{min(held, self.carried)} requests of {length:,} tokens run at a time"
+        if not held:
+            longest = max(self.tokens - self.reserved, 0)
+            running = f"a request runs up to {longest:,} tokens, not {length:,}"
+        holds = f"holds {held}" if held else "holds no more"
+        return f"{running}: K/V of {self.tokens:,} tokens {holds}{states}; {bound}"
 
     def shortfall(self) -> str | None:
         """Return why fewer requests run at a time than --max-running-requests says, however short

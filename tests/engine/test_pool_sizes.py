@@ -78,7 +78,7 @@ def of_ours(server: Server) -> int:
     taken = replay_bytes() + (states + 1) * state_bytes() + report["draft_memory_bytes"]["total"]
     rest = FREE - taken - charge.total(tokens) - tokens * KV
     assert 0 <= rest < KV + charge.per_token
-    said = [line for line in server.log.read_text().splitlines() if "run at a time: K/V of" in line]
+    said = [line for line in server.log.read_text().splitlines() if ": K/V of" in line]
     assert len(said) == 1 and f"{states} recurrent states carry {states // 5} (5 each)" in said[0]
     return states
 

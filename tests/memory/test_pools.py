@@ -81,6 +81,8 @@ CAPACITY = Capacity(
         ({"tokens": 900_000, "tokens_given": True}, "K/V bounds it: --max-total-tokens"),
         ({"states": 35}, "35 recurrent states carry 7 (5 each); the states bound it: "
          "--max-mamba-cache-size"),
+        ({"tokens": 20_000}, "a request runs up to 19,968 tokens, not 32,768: K/V of 20,000 tokens "
+         "holds no more, 241 recurrent states carry 48 (5 each); K/V bounds it: --mem-fraction"),
         ({"states": None, "context": 4096}, "48 requests of 4,096 tokens run at a time: K/V of "
          "1,800,000 tokens holds 436; --max-running-requests 48 bounds it"),
     ],
