@@ -16,14 +16,14 @@ RESULTS = {path.stem: json.loads(path.read_text()) for path in FILES}
 README = " ".join((ROOT / "README.md").read_text().split())
 # A sentence or row of the README, the result that it tells, and the field of each number.
 CLAIMS = (
-    (r"draft answers \*\*(\S+)x as fast as without\*\*", "demo_smollm2_cpu", "speedup"),
+    (r"float32: \*\*(\S+)x as fast as without\*\*", "demo_smollm2_cpu", "speedup"),
     (r"chats (\S+)x, code (\S+)x, edits (\S+)x", "demo_smollm2_cpu",
      "speedup_by_task.chat speedup_by_task.code speedup_by_task.edits"),
-    (r"our draft \*\*(\S+)x SGLang's worker\*\* \(mean of nine greedy workloads, (\S+)x to (\S+)x; "
+    (r"our draft: \*\*(\S+)x SGLang's worker\*\* \(mean of nine greedy workloads, (\S+)x to (\S+)x\), "
      r"(\S+)x to (\S+)x of plain", "bench_smollm2_h200",
      "over_builtin_geometric_mean over_builtin.edits_8 "
      "over_builtin.code_8 over_plain.chat_32 over_plain.code_1"),
-    (r"32 requests: (\S+), SGLang's worker (\d+) \(9 run", "gpu_servers_27b_defaults_h200",
+    (r"32 requests: \*\*(\S+)\*\*, SGLang's worker (\d+) \(9 run", "gpu_servers_27b_defaults_h200",
      "servers.adaptive.levels.32.tokens_per_second servers.builtin.levels.32.tokens_per_second"),
     (r"\| (\S+)x \| `bash launch/demo\.sh --check` \|", "demo_smollm2_cpu", "speedup"),
     (r"SGLang's worker (\S+ %)\) \| (\S+ %) \| `python -m experiments target_kv_tokens` \|",
@@ -35,6 +35,8 @@ CLAIMS = (
      "gpu_servers_27b_defaults_h200",
      "servers.builtin.running_requests servers.builtin.levels.32.tokens_per_second "
      "servers.dflash.levels.32.tokens_per_second servers.adaptive.levels.32.tokens_per_second"),
+    (r"plain decoding (\S+)\. - \[Two", "gpu_servers_27b_h200",
+     "servers.ar.levels.32.tokens_per_second"),
     (r"plain, a day earlier: (\S+)\)", "gpu_servers_27b_h200",
      "servers.ar.levels.32.tokens_per_second"),
 )  # fmt: skip
