@@ -19,8 +19,8 @@ CLAIMS = (
     (r"float32: \*\*(\S+)x as fast as without\*\*", "demo_smollm2_cpu", "speedup"),
     (r"chats (\S+)x, code (\S+)x, edits (\S+)x", "demo_smollm2_cpu",
      "speedup_by_task.chat speedup_by_task.code speedup_by_task.edits"),
-    (r"our draft: \*\*(\S+)x SGLang's worker\*\* \(mean of nine greedy workloads, (\S+)x to (\S+)x\), "
-     r"(\S+)x to (\S+)x of plain", "bench_smollm2_h200",
+    (r"our draft: \*\*(\S+)x SGLang's worker\*\* \(mean of nine greedy workloads, (\S+)x to "
+     r"(\S+)x\), (\S+)x to (\S+)x of plain", "bench_smollm2_h200",
      "over_builtin_geometric_mean over_builtin.edits_8 "
      "over_builtin.code_8 over_plain.chat_32 over_plain.code_1"),
     (r"32 requests: \*\*(\S+)\*\*, SGLang's worker (\d+) \(9 run", "gpu_servers_27b_defaults_h200",
