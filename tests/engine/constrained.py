@@ -39,7 +39,9 @@ def thoughts(server: Server) -> Answers:
 OUTLINES_PLAIN = PLAIN.named("outlines-plain").having(grammar_backend="outlines")
 OUTLINES = OUTLINES_PLAIN.named("outlines").having(**DFLASH_FLAGS)
 OWN = FEATURES_DFLASH.named("own-grammars").having(grammar_backend="own").changed("own_grammars")
-GUIDANCE_PLAIN = PLAIN.named("llguidance-plain").having(grammar_backend="llguidance")
+GUIDANCE_PLAIN = PLAIN.named("llguidance-plain").having(
+    grammar_backend="llguidance", enable_custom_logit_processor=True
+)
 GUIDANCE = GUIDANCE_PLAIN.named("llguidance").having(**DFLASH_FLAGS)
 
 

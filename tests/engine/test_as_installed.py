@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from sglang_dflash.drafting.packed import has_amx, packs_float16
-from sglang_dflash.serving.start.flags import TYPED
+from sglang_dflash.serving.start.flags import ALIASES, TYPED
 from sglang_dflash.tools.bench.server import Server
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.commands import Printed, commands, snippets
@@ -97,4 +97,5 @@ def test_the_help_of_sglang_serve_has_our_flags(plugins: str, shown: bool) -> No
     told = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
     assert "--speculative-draft-model-path" in told
     ours = {flag for flag in TYPED.values() if flag.startswith("--speculative-dflash-")}
+    ours |= {f"--{alias.replace('_', '-')}" for alias in ALIASES}
     assert {flag for flag in ours if flag in told} == (ours if shown else set())

@@ -179,7 +179,12 @@ def print_help() -> None:
 
     if FLAGS not in load_plugins_by_group(GENERAL_PLUGINS_GROUP):
         return
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    spellings = ", ".join(f"{_typed(alias)} is {_typed(name)}" for alias, name in ALIASES.items())
+    notes = (
+        f"Other spellings: {spellings}. With this package's worker a DFLASH draft honors "
+        f"{TYPED['sinks']}."
+    )
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, epilog=notes)
     _add_ours(parser)
     print("\n--- Flags of sglang-dflash, for the language model server ---\n")
     print(parser.format_help())

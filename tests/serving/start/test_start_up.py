@@ -220,4 +220,4 @@ def test_our_flags_are_in_the_help(parser: argparse.ArgumentParser) -> None:
     assert not [flag for flag in ours if flag not in text]
     # Their texts are written for the docs, too.
     own = text.partition("\nsglang-dflash:\n")[2]
-    assert "GPU" in own and not {"](", "`"} & set(re.findall(r"\]\(|`", own))
+    assert "CPU" in own and not {"](", "`"} & set(re.findall(r"\]\(|`", own))
