@@ -170,9 +170,11 @@ def test_the_server_ends_without_the_guard(name: str, servers: ServerSession) ->
         if config == PLAIN_OFF:
             answers = {name: send(server, row).status_code for name, row in FAILS.items()}
             assert {k: v for k, v in answers.items() if v != 500} == {}
-        # On a busy machine the HTTP server may still answer while it ends.
+        # The first may be answered: what ends the server is a hit in the prefix cache, or which
+        # requests of a batch meet in a prefill.
         with suppress(requests.ConnectionError):
-            assert not send(server, {**ENDS, **ENDS_PLAIN}[name]).ok
+            for _ in range(10):
+                send(server, {**ENDS, **ENDS_PLAIN}[name])
         deadline = time.monotonic() + 30
         while server.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)

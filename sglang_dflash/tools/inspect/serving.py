@@ -9,6 +9,7 @@ from sglang_dflash.common.command_line import setting
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.capabilities import CAPABILITIES
 from sglang_dflash.memory.sizes import KV_DTYPES
+from sglang_dflash.serving.start.server_flags import human_readable_int
 
 # Far above any device, and below what makes the arithmetic overflow.
 _MOST_GIB, _MOST_REQUESTS, _MOST_TOKENS = 2**40, 2**20, 2**31 - 1
@@ -25,12 +26,17 @@ class Serving:
 
     max_running_requests: int = setting(48, "requests that decode at a time (default: {default})")
     context: int | None = setting(
-        None, "how many requests of so many tokens, the answer included, run at a time", metavar="N"
+        None,
+        "how many requests of so many tokens, the answer included, run at a time; 64Ki is 65,536, "
+        "and 64k is 64,000, as in SGLang's flags",
+        metavar="N",
+        type=human_readable_int,
     )
     context_length: int | None = setting(
         None,
         "tokens of a request that the server takes, at most; more than the target's if it is "
         "extended, as by YaRN (default: the target's)",
+        type=human_readable_int,
     )
     tp_size: int = setting(1, "GPUs that the pair is split over (default: {default})")
     memory_gib: float = setting(80.0, "memory of each GPU, GiB (default: {default})")

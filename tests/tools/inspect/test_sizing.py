@@ -42,6 +42,8 @@ def test_it_tells_how_many_long_requests_run_at_a_time(capsys: pytest.CaptureFix
         found = inspected(capsys, *pair, "--context", context)
         assert [found[name] for name in names] == counts and bound in found["at_context"]
         assert found["at_context"] in " ".join(as_table(found).split())
+    of_units, of_tokens = (inspected(capsys, *pair, "--context", n) for n in ("20Ki", "20480"))
+    assert of_units == of_tokens
     assert inspected(capsys, *pair)["at_context"] is None
     refused = refusal(capsys, *pair[:2], "--context", "300000")
     assert "up to 262144 tokens (max_position_embeddings of the draft)" in refused
