@@ -275,7 +275,7 @@ class DFlashWorker:
         arrived. Their first tokens are the batch's bonus tokens."""
         arrived = batch.spec_info
         # If no request ran before, the pause is not one between steps.
-        self.figures.times.drop_pause()
+        self._stop_clocks()
         self.seeds.note(batch)
         self.target_tokens.penalties.commit(batch, arrived.bonus_tokens[:, None])
         if self.lookup is not None:

@@ -90,6 +90,22 @@ def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:
     assert policy.durations == [(0.25, 1, 500, 8), (0.5, 1, 500, 4)]
 
 
+def test_the_pause_before_requests_of_another_server_is_no_step(clock: list[float]) -> None:
+    """A decode server prefills nothing: a step would seem to take as long as nobody asked."""
+    clock += [1.0, 61.0, 61.5]
+    policy = Scripted([4, 4, 4])
+    worker = worker_of(widths=widths_of(policy))
+    filled(worker, LENGTHS)
+    for arrives in (False, True, False):
+        batch = decode_of(LENGTHS)
+        if arrives:
+            batch.spec_info.future_indices = None
+            worker.seeds.note = lambda _: None
+            worker.take_over(batch)
+        worker.forward_batch_generation(batch)
+    assert [step.seconds for step in policy.durations] == [0.5]
+
+
 def test_every_rank_takes_the_first_ones_width(clock: list[float]) -> None:
     clock += [1.0]
     tp = TensorParallel(rank=1, size=2, from_first=lambda own: {4: 8}[own])
