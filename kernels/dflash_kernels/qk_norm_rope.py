@@ -26,13 +26,13 @@ QUARTERS_PER_RADIAN = tl.constexpr(0.6366197723675814)
 
 
 @triton.jit
-def _cos_sin(p_position, p_frequencies, o_f, FACTOR):
-    """Cos and sin `[D / 2]` of a token's angles, times the rotary's factor.
+def _cos_sin(p_position, p_frequencies, o_f, m_f, FACTOR):
+    """Cos and sin `[BLOCK_F]` of a token's angles, times the rotary's factor.
 
     By polynomials between -pi / 4 and pi / 4 (those of the Cephes library): the GPU's fast sine is
     inexact for large angles, and its exact one takes memory for very large ones.
     """
-    b_angle = tl.load(p_position).to(tl.float32) * tl.load(p_frequencies + o_f)
+    b_angle = tl.load(p_position).to(tl.float32) * tl.load(p_frequencies + o_f, mask=m_f, other=0.0)
     b_quarters = tl.floor(b_angle * QUARTERS_PER_RADIAN + 0.5)
     b_x = b_angle - b_quarters * QUARTER_1
     b_x = b_x - b_quarters * QUARTER_2
@@ -54,7 +54,7 @@ def _cos_sin(p_position, p_frequencies, o_f, FACTOR):
 
 @triton.jit
 def _norm_rotate(b_1, b_2, b_w1, b_w2, b_cos, b_sin, EPS, D: tl.constexpr):
-    """Norm and rotate heads, given as their halves `[heads, D / 2]`; weights broadcast."""
+    """Norm and rotate heads, given as their halves `[heads, BLOCK_F]`; weights broadcast."""
     b_mean = (tl.sum(b_1 * b_1, axis=1) + tl.sum(b_2 * b_2, axis=1)) / D
     b_scale = tl.rsqrt(b_mean + EPS)[:, None]
     b_1, b_2 = b_1 * b_scale * b_w1, b_2 * b_scale * b_w2
@@ -64,20 +64,28 @@ def _norm_rotate(b_1, b_2, b_w1, b_w2, b_cos, b_sin, EPS, D: tl.constexpr):
     )
 
 
+@triton.jit
+def _weight(p_q_weight, p_k_weight, o_f, m_q, m_f):
+    """The norm's weights `[heads, BLOCK_F]` of query heads, and of kv heads behind them."""
+    b_q = tl.load(p_q_weight + o_f, mask=m_f, other=0.0)[None, :]
+    return tl.where(m_q, b_q, tl.load(p_k_weight + o_f, mask=m_f, other=0.0)[None, :])
+
+
 @triton.jit(do_not_specialize=["p_positions"])
 def qk_norm_rope_kernel(
     p_qkv, p_positions, p_q_weight, p_k_weight, p_frequencies, s_qkv, EPS, FACTOR,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """One program per token and BLOCK_H heads of q and k."""
     i_n = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    o_f = tl.arange(0, D // 2)
-    b_cos, b_sin = _cos_sin(p_positions + i_n, p_frequencies, o_f, FACTOR)
-    m_q, m_h = (o_h < H)[:, None], (o_h < H + G)[:, None]
-    b_w1 = tl.where(m_q, tl.load(p_q_weight + o_f)[None, :], tl.load(p_k_weight + o_f)[None, :])
-    o_f2 = o_f + D // 2
-    b_w2 = tl.where(m_q, tl.load(p_q_weight + o_f2)[None, :], tl.load(p_k_weight + o_f2)[None, :])
+    o_f = tl.arange(0, BLOCK_F)
+    m_f = o_f < D // 2
+    b_cos, b_sin = _cos_sin(p_positions + i_n, p_frequencies, o_f, m_f, FACTOR)
+    m_q, m_h = (o_h < H)[:, None], (o_h < H + G)[:, None] & m_f[None, :]
+    b_w1 = _weight(p_q_weight, p_k_weight, o_f, m_q, m_f)
+    b_w2 = _weight(p_q_weight, p_k_weight, o_f + D // 2, m_q, m_f)
     p_1 = p_qkv + i_n * s_qkv + o_h[:, None] * D + o_f[None, :]
     b_1 = tl.load(p_1, mask=m_h, other=0.0).to(tl.float32)
     b_2 = tl.load(p_1 + D // 2, mask=m_h, other=0.0).to(tl.float32)
@@ -98,30 +106,33 @@ def _finite(b, LIMIT: tl.constexpr):
 def write_context_kernel(
     p_cache, p_kv, p_entries, p_positions, p_k_weight, p_frequencies,
     s_cache_s, s_cache_l, s_kv_n, s_weight, EPS, FACTOR,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, LIMIT: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_F: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """One program per token and layer."""
     i_n, i_l = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_entry = tl.load(p_entries + i_n).to(tl.int64)
     if i_entry < 0:
         return
-    o_g, o_f, o_d = tl.arange(0, BLOCK_G), tl.arange(0, D // 2), tl.arange(0, D)
-    m_g = (o_g < G)[:, None]
+    o_g, o_f, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_F), tl.arange(0, 2 * BLOCK_F)
+    m_g, m_f = (o_g < G)[:, None], o_f < D // 2
+    m_v, m_k = m_g & (o_d < D)[None, :], m_g & m_f[None, :]
     p_kv += i_n * s_kv_n + i_l * 2 * G * D + o_g[:, None] * D
     p_cache += i_entry * s_cache_s + i_l * s_cache_l + o_g[:, None] * D
-    b_v = tl.load(p_kv + G * D + o_d[None, :], mask=m_g, other=0.0).to(tl.float32)
+    b_v = tl.load(p_kv + G * D + o_d[None, :], mask=m_v, other=0.0).to(tl.float32)
     b_v = _finite(b_v, LIMIT).to(p_cache.dtype.element_ty)
-    tl.store(p_cache + G * D + o_d[None, :], b_v, mask=m_g)
-    b_cos, b_sin = _cos_sin(p_positions + i_n, p_frequencies, o_f, FACTOR)
-    b_1 = tl.load(p_kv + o_f[None, :], mask=m_g, other=0.0).to(tl.float32)
-    b_2 = tl.load(p_kv + D // 2 + o_f[None, :], mask=m_g, other=0.0).to(tl.float32)
-    b_w1 = tl.load(p_k_weight + i_l * s_weight + o_f).to(tl.float32)[None, :]
-    b_w2 = tl.load(p_k_weight + i_l * s_weight + D // 2 + o_f).to(tl.float32)[None, :]
+    tl.store(p_cache + G * D + o_d[None, :], b_v, mask=m_v)
+    b_cos, b_sin = _cos_sin(p_positions + i_n, p_frequencies, o_f, m_f, FACTOR)
+    b_1 = tl.load(p_kv + o_f[None, :], mask=m_k, other=0.0).to(tl.float32)
+    b_2 = tl.load(p_kv + D // 2 + o_f[None, :], mask=m_k, other=0.0).to(tl.float32)
+    p_k_weight += i_l * s_weight + o_f
+    b_w1 = tl.load(p_k_weight, mask=m_f, other=0.0).to(tl.float32)[None, :]
+    b_w2 = tl.load(p_k_weight + D // 2, mask=m_f, other=0.0).to(tl.float32)[None, :]
     b_1, b_2 = _norm_rotate(b_1, b_2, b_w1, b_w2, b_cos, b_sin, EPS, D)
     b_1 = _finite(b_1, LIMIT).to(p_cache.dtype.element_ty)
     b_2 = _finite(b_2, LIMIT).to(p_cache.dtype.element_ty)
-    tl.store(p_cache + o_f[None, :], b_1, mask=m_g)
-    tl.store(p_cache + D // 2 + o_f[None, :], b_2, mask=m_g)
+    tl.store(p_cache + o_f[None, :], b_1, mask=m_k)
+    tl.store(p_cache + D // 2 + o_f[None, :], b_2, mask=m_k)
 
 
 def qk_norm_rope(
@@ -136,7 +147,7 @@ def qk_norm_rope(
     """Norm and rotate q and k in place; v stays.
 
     Args:
-        qkv: `[N, (H + 2 G) D]`, rows of any stride.
+        qkv: `[N, (H + 2 G) D]`, rows of any stride. D is even.
         positions: int `[N]`, contiguous.
         q_weight, k_weight: `[D]`.
         rotary: frequencies on qkv's device.
@@ -150,6 +161,7 @@ def qk_norm_rope(
     qk_norm_rope_kernel[(count, triton.cdiv(heads + kv_heads, BLOCK_H))](
         qkv, positions, q_weight, k_weight, rotary.frequencies, qkv.stride(0),
         eps, rotary.attention_factor, H=heads, G=kv_heads, D=head_dim, BLOCK_H=BLOCK_H,
+        BLOCK_F=triton.next_power_of_2(head_dim // 2),
     )  # fmt: skip
 
 
@@ -181,7 +193,7 @@ def write_context(
         cache, kv, entries, positions, k_weights, rotary.frequencies,
         *cache.stride()[:2], kv.stride(0), k_weights.stride(0), eps, rotary.attention_factor,
         G=kv_heads, D=head_dim, BLOCK_G=triton.next_power_of_2(kv_heads),
-        LIMIT=torch.finfo(cache.dtype).max,
+        BLOCK_F=triton.next_power_of_2(head_dim // 2), LIMIT=torch.finfo(cache.dtype).max,
     )  # fmt: skip
 
 

@@ -146,7 +146,8 @@ def attention_cases(config: DraftConfig) -> list[Case]:
 def layer_cases(config: DraftConfig) -> list[Case]:
     """Norms, activation, q and k, context K/V."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    shape = {"G": kv_heads, "D": config.head_dim}
+    half = triton.next_power_of_2(config.head_dim // 2)
+    shape = {"G": kv_heads, "D": config.head_dim, "BLOCK_F": half}
     size, scalars = f"g{kv_heads} d{config.head_dim}", {"EPS": "fp32", "FACTOR": "fp32"}
     width = triton.next_power_of_2(config.hidden_size)
     found = [

@@ -104,7 +104,7 @@ def rotary(head_dim: int) -> Rotary:
 
 
 # heads, kv heads, head dim
-HEADS = {"gpt-oss": (16, 2, 64), "qwen3": (4, 1, 128), "odd": (3, 3, 16)}
+HEADS = {"gpt-oss": (16, 2, 64), "qwen3": (4, 1, 128), "odd": (3, 3, 16), "phi-3": (2, 1, 96)}
 
 
 @pytest.mark.parametrize("shape", HEADS.values(), ids=HEADS)
