@@ -79,6 +79,7 @@ LONG = (
     Row(g.SEEDED, g.SEEDED_PLAIN, (asks.seeded,), (checks.drafted,)),
     Row(g.TP2, s.PLAIN, (asks.greedy,), (checks.drafted, checks.two_ranks)),
     Row(g.FA3, g.FA3_PLAIN, (asks.greedy, asks.every_sort), (checks.drafted,)),
+    Row(g.FA3_SHORT, g.FA3_SHORT_PLAIN, (asks.to_the_limit,), (checks.drafted,)),
     Row(g.FLASHINFER_TARGET, g.FLASHINFER_PLAIN, (asks.greedy, asks.every_sort), (checks.drafted,)),
     Row(g.FLASHINFER, s.PLAIN, (asks.every_sort,), (checks.drafted,)),
     Row(g.BARE, s.PLAIN, ALL, (checks.drafted,)),

@@ -39,6 +39,22 @@ def greedy(server: Server) -> dict[str, Answers]:
     }
 
 
+SHORT_CONTEXT = 256
+
+
+def to_the_limit(server: Server) -> Answers:
+    """Two at a time, from near the end of a `SHORT_CONTEXT` to it. SGLang takes no more than its
+    length - 2 tokens of prompt and answer."""
+    sampling = {**client.GREEDY, "max_new_tokens": 2 * NEW_TOKENS}
+    prompts = [
+        list(range(first, first + SHORT_CONTEXT - 2 * NEW_TOKENS - 2)) for first in (300, 600)
+    ]
+    bodies = [{"input_ids": prompt, "sampling_params": sampling} for prompt in prompts]
+    return client.together(
+        lambda body=body: client.post(server, "generate", body).json() for body in bodies
+    )
+
+
 POINT = {
     "type": "object",
     "properties": {

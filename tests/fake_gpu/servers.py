@@ -20,6 +20,7 @@ from tests.engine.servers import (  # fmt: skip
     drafting,
     faulty,
 )
+from tests.fake_gpu.asks import SHORT_CONTEXT
 from tests.fake_gpu.gpu import COUNT, MEMORY_GIB
 from tests.fake_gpu.hooks import TWINS
 from tests.fake_gpu.install import ENVIRONMENT
@@ -98,6 +99,10 @@ FA3 = (
     FA3_PLAIN.named("gpu-fa3")
     .with_env(**{TWINS: "1"})
     .having(**drafting(DENSE.draft), speculative_draft_attention_backend="fa3")
+)
+FA3_SHORT_PLAIN, FA3_SHORT = (
+    config.named(f"{config}-short").having(context_length=SHORT_CONTEXT)
+    for config in (FA3_PLAIN, FA3)
 )
 FLASHINFER = DFLASH.named("gpu-flashinfer-sampling").having(sampling_backend="flashinfer")
 # FlashInfer's attention, of 16 bits, for the target; ours drafts with Triton then.

@@ -41,7 +41,7 @@ from sglang_dflash.serving.step.batch import GenerationBatchResult
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.seeded_sampling import warm_up
 from sglang_dflash.serving.step.seeds import Seeds
-from sglang_dflash.serving.step.target_forward import target_forward
+from sglang_dflash.serving.step.target_forward import extend_index_buffers, target_forward
 from sglang_dflash.serving.step.target_tokens import Largest, TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
 from sglang_dflash.serving.step.worker import DFlashWorker
@@ -104,6 +104,12 @@ class DFlashSpecWorker(BaseSpecWorker):
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, allocator)
         with ends_the_server(self._names):
             self._allocated = self._allocate(req_to_token_pool, allocator)
+
+    def init_attention_backends(self) -> None:
+        """Called when the target has its backends, and before its graphs are captured."""
+        super().init_attention_backends()
+        runner = self._target_worker.model_runner
+        extend_index_buffers(runner.attn_backend, self._plan.options.verify_block)
 
     def init_cuda_graphs(self) -> None:
         with ends_the_server(self._names):

@@ -24,6 +24,14 @@ from sglang_dflash.serving.step.batch import (
 
 logger = Log(__name__)
 
+# SGLang's attention backends that make them as long as `max_context_len`.
+_WITH_INDEX_BUFFERS = (
+    "FlashAttentionBackend",
+    "FlashInferAttnBackend",
+    "TRTLLMHAAttnBackend",
+    "TritonAttnBackend",
+)
+
 
 class TargetForward:
     """One attention backend for all widths, which plans each forward anew: a CPU's, and any if
@@ -149,7 +157,7 @@ def _make_at(width: int, runner: Any, verify_block: int) -> _AtWidth:
         attention.prefill_attention_backend_str = runner.prefill_attention_backend_str
         attention.decode_attention_backend_str = runner.decode_attention_backend_str
         runner.kv_index_translator.bind_and_verify_backends([attention])
-        _extend_index_buffers(attention, 2 * verify_block)
+        extend_index_buffers(attention, verify_block)
         if graphs is not None:
             graphs = type(graphs)(
                 runner, attn_backend=attention, speculative_num_draft_tokens=width
@@ -164,12 +172,19 @@ def _make_at(width: int, runner: Any, verify_block: int) -> _AtWidth:
     return _AtWidth(attention, graphs)
 
 
-def _extend_index_buffers(attention: Any, tokens: int) -> None:
-    """Let the index buffers of captured graphs take requests that are up to so many tokens longer
-    than the context: a wide step may end beyond it, and a buffer of width 1 has no slack."""
+def extend_index_buffers(attention: Any, verify_block: int) -> None:
+    """Let the index buffers and page tables of captured graphs take requests that are up to two
+    blocks longer than the context. To be called before there are any.
+
+    A step near the context limit ends beyond it. SGLang's page tables end with the context: FA3
+    takes what lies behind a row for slots, and behind the last row of all that is anything. Index
+    buffers of width 1 have no slack either.
+    """
     inner = ("full_attn_backend", "prefill_backend", "decode_backend")
     for name in inner:
         if hasattr(attention, name):
-            _extend_index_buffers(getattr(attention, name), tokens)
-    if type(attention).__name__ in ("FlashInferAttnBackend", "TritonAttnBackend"):
-        attention.max_context_len += tokens
+            extend_index_buffers(getattr(attention, name), verify_block)
+    if type(attention).__name__ in _WITH_INDEX_BUFFERS:
+        attention.max_context_len += 2 * verify_block
+        if hasattr(attention, "max_num_pages"):
+            attention.max_num_pages = -(-attention.max_context_len // attention.page_size)

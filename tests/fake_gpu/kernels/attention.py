@@ -180,7 +180,13 @@ def paged_attention(
             rows = torch.tensor([b if batch_index is None else int(batch_index[b])])
             if pages is not None:
                 rows = pages[b].long().clamp(0, len(k) - 1)
-            rows = rows[: -(-(k.shape[1] if used is None else used) // k.shape[1])]
+            count = -(-(k.shape[1] if used is None else used) // k.shape[1])
+            if count > len(rows):
+                # A GPU takes what lies behind the row in memory for pages.
+                raise IndexError(
+                    f"{used} keys of a request, and a page table for {len(rows)} pages"
+                )
+            rows = rows[:count]
             keys, values = k[rows].flatten(0, 1), v[rows].flatten(0, 1)
         keys, values = keys[:used], values[:used]
         n, m = len(q[mine]), len(keys)

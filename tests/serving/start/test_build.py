@@ -251,6 +251,20 @@ def test_a_started_worker_serves(extension: str | None) -> None:
     assert worker.report()["draft_kv_live_share"] == 0
 
 
+def test_page_tables_of_whole_blocks_have_room_for_a_step_beyond_the_context() -> None:
+    """Those that the target's graphs of whole blocks will have: SGLang captures them next."""
+
+    class FlashAttentionBackend(SimpleNamespace):
+        """Named as SGLang's."""
+
+    worker = started()
+    attention = FlashAttentionBackend(max_context_len=64, page_size=1, max_num_pages=64)
+    worker._target_worker.model_runner.attn_backend = attention
+    worker.init_attention_backends()
+    room = 64 + 2 * worker.dflash.verify_block
+    assert (attention.max_context_len, attention.max_num_pages) == (room, room)
+
+
 def test_a_pool_without_room_is_refused() -> None:
     """In a scheduler process the same error ends the server (`test_one_line_errors.py`)."""
     with pytest.raises(ConfigError) as error:

@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from sglang_dflash.serving.step.target_forward import (
+    _WITH_INDEX_BUFFERS,
     TargetForward,
     TargetForwardByWidth,
     target_forward,
@@ -172,23 +174,32 @@ def test_a_width_that_was_not_made_is_refused() -> None:
 
 
 def test_index_buffers_have_room_for_a_step_beyond_the_context() -> None:
-    """Buffers of width 1 are as long as the context, and a wide step before may end behind it."""
+    """Buffers of width 1 are as long as the context, and a wide step before may end behind it; so
+    may any step behind FA3's page tables."""
 
     class TritonAttnBackend(SimpleNamespace):
+        """Named as SGLang's."""
+
+    class FlashAttentionBackend(SimpleNamespace):
         """Named as SGLang's."""
 
     runner = Runner(True)
 
     def hybrid() -> Any:
-        own = TritonAttnBackend(max_context_len=100)
-        other = SimpleNamespace(max_context_len=100)
-        inner = SimpleNamespace(decode_backend=own, prefill_backend=other)
-        return SimpleNamespace(full_attn_backend=inner, own=own, other=other)
+        own = TritonAttnBackend(max_context_len=96)
+        paged = FlashAttentionBackend(max_context_len=96, page_size=16, max_num_pages=6)
+        inner = SimpleNamespace(decode_backend=own, prefill_backend=paged)
+        other = SimpleNamespace(max_context_len=96)
+        return SimpleNamespace(
+            full_attn_backend=inner, decode_backend=other, own=own, paged=paged, other=other
+        )
 
     runner._get_attention_backend = hybrid  # type: ignore[method-assign]
     with by_width(runner).at(1):
         made = runner.attn_backend
-    assert made.own.max_context_len == 100 + 2 * BLOCK and made.other.max_context_len == 100
+    room = 96 + 2 * BLOCK
+    assert (made.own.max_context_len, made.other.max_context_len) == (room, 96)
+    assert (made.paged.max_context_len, made.paged.max_num_pages) == (room, 7)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +219,11 @@ def test_sglang_takes_what_it_is_given() -> None:
     source = inspect.getsource(ModelRunner)
     for name in ("attn_backend", "decode_cuda_graph_runner", "kv_index_translator"):
         assert f"self.{name}" in source
+    folder = Path(inspect.getfile(ModelRunner)).parents[1] / "layers/attention"
+    attention = [file.read_text() for file in folder.glob("*_backend.py")]
+    for name in _WITH_INDEX_BUFFERS:
+        (source,) = (text for text in attention if f"class {name}(" in text)
+        assert "self.max_context_len" in source
 
 
 class Rollback:
