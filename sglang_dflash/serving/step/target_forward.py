@@ -28,7 +28,9 @@ logger = Log(__name__)
 _WITH_INDEX_BUFFERS = (
     "FlashAttentionBackend",
     "FlashInferAttnBackend",
+    "FlashInferMLAAttnBackend",
     "TRTLLMHAAttnBackend",
+    "TRTLLMMLABackend",
     "TritonAttnBackend",
 )
 
