@@ -136,6 +136,9 @@ SILENT: dict[str, Row] = {
     "temperature": sampling(("temperature", "1e+300", "3.4e+38"), temperature=1e300),
     "repetition_penalty": sampling(("repetition_penalty", "1e-300"), repetition_penalty=1e-300),
     "logit_bias": sampling(("logit_bias[5]", "1e+300", "3.4e+38"), logit_bias={"5": 1e300}),
+    "logit_bias, divided": sampling(
+        ("logit_bias[5]", "3e+38", "temperature 0.5"), logit_bias={"5": 3e38}, temperature=0.5
+    ),
     "return_logprob, a list": native(("return_logprob", "one value"), return_logprob=[False]),
 }
 SAVER = ("--enable-memory-saver",)

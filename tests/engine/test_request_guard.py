@@ -87,7 +87,11 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "a start that is not used": {"text": "x", "logprob_start_len": -5},
     "top_k": {"text": "x", "sampling_params": {"top_k": 2**31 - 1, "max_new_tokens": 3}},
     "all": {"text": "x", "sampling_params": {"top_k": -1, "n": 2, "max_new_tokens": 3}},
-    "stop": {"text": "x", "sampling_params": {"stop_regex": "[a-z]+;", "stop_token_ids": [5000]}},
+    "stop": {"text": "x", "sampling_params": {"stop_regex": "[a-z]+;"}},
+    "a stop outside the vocabulary": {
+        "text": "x",
+        "sampling_params": {"stop_token_ids": [5000], "min_new_tokens": 2, "max_new_tokens": 3},
+    },
     "lists": {"text": ["x", "y"], "return_logprob": [True, False], "sampling_params": [{}, {}]},
     "recursion that ends": {
         "text": "x",

@@ -28,8 +28,8 @@ from sglang_dflash.checkpoint.fields import is_int
 from sglang_dflash.common.errors import shown
 
 INT32_MAX, FLOAT32_MAX = int(np.iinfo(np.int32).max), float(np.finfo(np.float32).max)
-# The smallest float32 with all its digits; a divisor below becomes 0 or a quotient infinite.
-FLOAT32_TINY = float(np.finfo(np.float32).tiny)
+# Far above any logit of a model: the largest float16.
+LARGEST_LOGIT = float(np.finfo(np.float16).max)
 # SGLang makes all `n` requests at once, in the process that answers HTTP.
 MAX_CHOICES = 4096
 # It also tokenizes and compiles stops there, one after the other.
@@ -106,6 +106,9 @@ def check_and_create(
         _check_scores(obj)
     tokenized = original(manager, obj, input_text, input_ids, *others, **named)
     if isinstance(tokenized, io_struct.TokenizedGenerateReqInput):
+        # Here are SGLang's defaults, and --preferred-sampling-params, too.
+        _check_logits(tokenized.sampling_params)
+        _drop_unknown_stops(tokenized.sampling_params, vocab_size)
         _check_encoding(tokenized)
     return tokenized
 
@@ -262,14 +265,10 @@ def _check_sampling(params: Mapping[str, Any]) -> None:
     for token in values.get("stop_token_ids") or ():
         if token is not None:
             _check_type("sampling_params.stop_token_ids", token, int)
-    top_k, penalty = values.get("top_k", 1), values.get("repetition_penalty", 1)
+    top_k = values.get("top_k", 1)
     required = f"an integer from 1 to {INT32_MAX}, or -1 for all"
     _require(top_k <= INT32_MAX, "sampling_params.top_k", top_k, required)
-    _require(
-        not 0 < penalty < FLOAT32_TINY,
-        "sampling_params.repetition_penalty", penalty, f"from {FLOAT32_TINY:.3g} to 2",
-    )  # fmt: skip
-    floats = {"temperature": values.get("temperature", 1), "repetition_penalty": penalty}
+    floats = {name: values.get(name, 1) for name in ("temperature", "repetition_penalty")}
     biases = values.get("logit_bias", {}).items()
     for name, value in {**floats, **{f"logit_bias[{k}]": v for k, v in biases}}.items():
         fits = math.isfinite(value) and abs(value) <= FLOAT32_MAX
@@ -286,6 +285,30 @@ def _check_sampling(params: Mapping[str, Any]) -> None:
         except (re.error, RecursionError, OverflowError) as error:
             required = f"no regular expression: {error}"
             _require(False, "sampling_params.stop_regex", pattern, required)
+
+
+def _check_logits(params: Any) -> None:
+    """Raise ValueError if penalty, bias and temperature could make a logit infinite: no probability
+    is a number then, and token 0 is the answer.
+
+    Args:
+        params: as SGLang has checked them: no divisor is 0.
+    """
+    temperature, penalty = params.temperature, params.repetition_penalty
+    largest = FLOAT32_MAX * temperature
+    required = f"from {LARGEST_LOGIT / largest:.3g} to 2 at temperature {temperature:g}"
+    scaled = LARGEST_LOGIT / penalty
+    _require(scaled <= largest, "sampling_params.repetition_penalty", penalty, required)
+    for token, bias in (params.logit_bias or {}).items():
+        required = f"at most {largest:.3g} at temperature {temperature:g}"
+        _require(bias + scaled <= largest, f"sampling_params.logit_bias[{token}]", bias, required)
+
+
+def _drop_unknown_stops(params: Any, vocab_size: int) -> None:
+    """Leave out stop tokens outside the vocabulary. They end no answer, and if any request of the
+    batch has `min_new_tokens`, SGLang writes at their places in a row of the vocabulary."""
+    stops = params.stop_token_ids
+    params.stop_token_ids = stops and ({t for t in stops if 0 <= t < vocab_size} or None)
 
 
 def _check_encoding(tokenized: Any) -> None:

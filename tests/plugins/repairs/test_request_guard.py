@@ -8,10 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPenalizer
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.plugins.repairs import request_guard
+from sglang_dflash.plugins.repairs.request_guard import FLOAT32_MAX
 
 VOCAB = 1024
 STRUCT_FIELDS = set(TokenizedGenerateReqInput.__struct_fields__)
@@ -197,3 +200,57 @@ def test_shapes_raise_other_errors_without_the_row(name: str) -> None:
         for i in range(1 if obj.is_single else obj.batch_size):
             single = obj if obj.is_single else obj[i]
             single.sampling_params.get("max_new_tokens")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"repetition_penalty": 1e-35}, r"repetition_penalty: 1e-35; from 1\.92e-34 to 2 at"),
+        ({"repetition_penalty": 1e-33, "temperature": 0.01}, r"1e-33; from 1\.92e-32 to 2 at temp"),
+        ({"logit_bias": {"5": 3e38}, "temperature": 0.5}, r"\[5\]: 3e\+38; at most 1\.7e\+38 at"),
+    ],
+)
+def test_a_logit_that_would_be_infinite_is_refused(params: dict[str, Any], message: str) -> None:
+    """No probability would be a number."""
+    with pytest.raises(ValueError, match=message):
+        guarded(sampling_params=params)
+    divisor = torch.tensor(params.get("temperature", 1.0))
+    logits = torch.tensor([6e4, 3e4]) / torch.tensor(params.get("repetition_penalty", 1.0))
+    logits[0] += params.get("logit_bias", {}).get("5", 0)
+    assert torch.softmax(logits.div_(divisor), dim=-1).isnan().all()
+
+
+def test_large_biases_and_small_penalties_are_passed_on() -> None:
+    forced = {"5": FLOAT32_MAX, "6": -FLOAT32_MAX}
+    for params in (
+        {"logit_bias": forced, "temperature": temperature} for temperature in (0.0, 1e-7, 1.0, 2.0)
+    ):
+        assert guarded(sampling_params=params).sampling_params.logit_bias == forced
+    params = {"logit_bias": {"6": -FLOAT32_MAX}, "temperature": 1e-5, "repetition_penalty": 1e-20}
+    assert guarded(sampling_params=params).sampling_params.repetition_penalty == 1e-20
+
+
+@pytest.mark.parametrize("unknown", [VOCAB, 128009, -1])
+def test_stop_tokens_outside_the_vocabulary_are_left_out(unknown: int) -> None:
+    """Alone they are harmless, so they are not refused. Beside a request with `min_new_tokens` they
+    are indices of a tensor."""
+    made = guarded(sampling_params={"stop_token_ids": [7, unknown]})
+    assert made.sampling_params.stop_token_ids == {7}
+    made = guarded(sampling_params={"stop_token_ids": [unknown]})
+    assert made.sampling_params.stop_token_ids is None
+
+
+def test_sglangs_penalty_fails_for_stop_tokens_outside_the_vocabulary() -> None:
+    def penalty(*params: SamplingParams) -> None:
+        tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=2)
+        requests = [
+            SimpleNamespace(sampling_params=each, eos_token_ids=None, tokenizer=tokenizer)
+            for each in params
+        ]
+        batch = SimpleNamespace(reqs=lambda: requests, device="cpu", vocab_size=VOCAB)
+        BatchedMinNewTokensPenalizer._prepare(SimpleNamespace(orchestrator=batch))  # type: ignore[arg-type]
+
+    waits = SamplingParams(min_new_tokens=2)
+    penalty(waits, SamplingParams(stop_token_ids={7}))
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        penalty(waits, SamplingParams(stop_token_ids={128009}))
