@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.checkpoint.origin import published_draft
 from sglang_dflash.common.command_line import spelled
 from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.memory.sizes import KV_DTYPES
 from sglang_dflash.serving.start import flag_file
 from sglang_dflash.serving.start.refused_settings import (
     WIDTH_FLAG,
@@ -65,14 +66,41 @@ def spellings(flags: Mapping[str, str]) -> dict[str, str]:
 _VALUES = {"bf16": "bfloat16", "torch_native": "torch"}
 # They change the figures, and are not part of the arithmetic.
 NOT_RECKONED = (
-    "max_total_tokens", "mamba_full_memory_ratio", "mamba_ssm_dtype",
-    "disable_radix_cache", "swa_full_tokens_ratio", "dtype", "dp_size", "ep_size",
-    "cpu_offload_gb", "enable_lora", "lora_paths", "page_size",
-    "speculative_dflash_recurrent_rollback", "speculative_dflash_extension", "disaggregation_mode",
-    "enable_hierarchical_cache", "disable_cuda_graph", "cuda_graph_bs_decode",
-    "cuda_graph_max_bs_decode", "speculative_dflash_draft_graphs", "prefill_attention_backend",
-    "decode_attention_backend",
+    "device", "dtype", "json_model_override_args", "load_format",
+    # Ranks.
+    "dp_size", "ep_size", "dcp_size", "moe_dense_tp_size", "enable_dp_lm_head",
+    # Weights that are not there.
+    "language_only", "language_model_only", "cpu_offload_gb", "offload_group_size",
+    "ple_offload_embedding", "kt_num_gpu_experts", "enable_paged_experts",
+    # Weights beside the target's.
+    "enable_lora", "lora_paths",
+    # The pools.
+    "max_total_tokens", "page_size", "disable_radix_cache", "swa_full_tokens_ratio",
+    "disable_hybrid_swa_memory", "swa_prefix_tails", "qsa_indexer_dtype", "dsa_prefill_backend",
+    "dsa_decode_backend", "dsv4_attn_backend", "enable_deepseek_v4_fp4_indexer",
+    "enable_page_major_kv_layout", "mm_feature_transport", "enable_hierarchical_cache",
+    "enable_hisparse", "disaggregation_mode",
+    # The pool of recurrent states.
+    "mamba_full_memory_ratio", "mamba_ssm_dtype", "mamba_radix_cache_strategy",
+    "disable_overlap_schedule", "enable_int8_mamba_checkpoint",
+    "speculative_dflash_recurrent_rollback",
+    # Steps.
+    "prefill_attention_backend", "decode_attention_backend", "disable_cuda_graph",
+    "disable_decode_cuda_graph", "cuda_graph_backend_decode", "cuda_graph_config",
+    "cuda_graph_bs_decode", "cuda_graph_max_bs_decode", "speculative_dflash_draft_graphs",
+    "speculative_dflash_extension",
 )  # fmt: skip
+# Settings of which the arithmetic has these values only.
+_RECKONED: Mapping[str, tuple[Any, ...]] = {
+    "device": ("cuda",),
+    "dtype": ("auto", "bfloat16", "float16", "half"),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "quantization": ("fp8",),
+    "kv_cache_dtype": ("auto", "bf16", *KV_DTYPES),
+    "mamba_radix_cache_strategy": ("auto", "extra_buffer"),
+    "mm_feature_transport": ("cpu",),
+    "disaggregation_mode": ("null",),
+}
 # Flags of our worker that the arithmetic reads.
 _OURS = (
     "speculative_dflash_draft_kv_tokens", "speculative_dflash_width", "speculative_dflash_lookup",
@@ -155,13 +183,18 @@ def read(command: Sequence[str]) -> Launch:
     words = [settings[name] for name in _PAIR]
     left_out = []
     for name, value in settings.items():
-        if name in NOT_RECKONED or (name == "quantization" and value != "fp8"):
+        if not _is_reckoned(name, value):
             left_out.append(_typed(name, value))
         elif name in FLAGS and value != "auto":
             words += [FLAGS[name], str(_VALUES.get(value, value))]
     if settings.get("speculative_dflash_lookup") == "on":
         words.append("--lookup")
     return Launch(words, builtin, left_out)
+
+
+def _is_reckoned(name: str, value: Any) -> bool:
+    """Return whether the figures are those of a server with that setting."""
+    return value in _RECKONED[name] if name in _RECKONED else name not in NOT_RECKONED
 
 
 def _check_algorithm(name: str | None) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import sglang.srt
 from sglang.cli.utils import get_model_path
 
+from sglang_dflash.serving.start.refused_settings import REFUSED_SWITCHES
 from sglang_dflash.serving.start.server_flags import rows
 from sglang_dflash.tools import cli
 from sglang_dflash.tools.inspect import launch_command
@@ -80,10 +83,56 @@ def test_flags_of_a_file_are_the_commands(
 def test_flags_that_change_the_figures_and_are_not_reckoned_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [*COMMAND, "--dp-size", "2", "--quantization=w8a8_int8"]
+    words = [*COMMAND, "--dp-size", "2", "--quantization=w8a8_int8", "--dtype", "bfloat16"]
     assert cli.main(["inspect", "--offline", "--", *words]) == 0
-    told = "warning: not part of the arithmetic: --dp-size 2, --quantization w8a8_int8"
+    told = "warning: not part of the arithmetic: --dp-size 2, --quantization w8a8_int8\n"
     assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4"])
+def test_kv_in_a_dtype_that_is_not_reckoned_is_told(
+    capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    """A server takes it."""
+    words = [*COMMAND, "--kv-cache-dtype", dtype]
+    assert cli.main(["inspect", "--offline", "--", *words]) == 0
+    assert f"not part of the arithmetic: --kv-cache-dtype {dtype}\n" in capsys.readouterr().out
+
+
+# Settings that SGLang's sizing of its pools reads, too: they change nothing here, or come with one
+# that is told.
+NO_EFFECT = {
+    "chunked_prefill_size": "with --disable-radix-cache",
+    "disaggregation_decode_extra_slots": "with --disaggregation-mode",
+    "disaggregation_decode_retraction_backup": "with --disaggregation-mode",
+    "enable_encoder_swa_bounded_replay": "of another target than a draft can have",
+    "enable_linear_replayssm": "of decoding without drafts",
+    "enable_linear_replayssm_spec": "of KDA layers",
+    "linear_replayssm_cache_len": "of KDA layers",
+    "enable_memory_saver": "SGLang's worker serves; of how memory is allocated",
+    "enable_multi_layer_eagle": "of EAGLE",
+    "enable_unified_memory": "SGLang's worker serves; of how memory is divided",
+    "pp_size": "refused",
+    "prefill_max_requests": "with --disaggregation-mode",
+    "prefill_only_disable_kv_cache": "of embeddings",
+    "speculative_algorithm": "DFLASH",
+    "speculative_eagle_topk": "of EAGLE",
+    "speculative_num_steps": "of EAGLE",
+}
+SIZING = (
+    "mem_cache/kv_cache_configurator.py",
+    "mem_cache/allocation_sizing.py",
+    "model_executor/pool_configurator.py",
+)
+
+
+def test_every_setting_that_sglang_sizes_its_pools_by_is_read_or_told() -> None:
+    code = "".join(Path(sglang.srt.__path__[0], name).read_text() for name in SIZING)
+    getters = re.findall(r"\bget_\w+\(\)((?:\.\w+)+)", code)
+    sized_by = {name for path in getters for name in path.split(".")}
+    sized_by &= {row["name"] for row in rows()}
+    known = {*launch_command.FLAGS, *launch_command.NOT_RECKONED, *REFUSED_SWITCHES}
+    assert "page_size" in sized_by and sized_by - known == set(NO_EFFECT)
 
 
 def without(flag: str) -> list[str]:
