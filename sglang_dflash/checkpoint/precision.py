@@ -20,12 +20,28 @@ _SAID = (
 _FIELDS = ("quant_method", "format", "quant_algo")
 
 
+def quantization_section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section of a parsed config.json that tells how weights are stored, of the model or
+    of its language model; empty if they are plain."""
+    models = raw, raw.get("text_config") or {}
+    sections = (model.get(name) for model in models for name in NAMES)
+    return next((section for section in sections if isinstance(section, Mapping) and section), {})
+
+
+def asks_fp8_kv(raw: Mapping[str, Any]) -> bool:
+    """Return whether a target's parsed config.json asks for K/V in FP8, by the keys that SGLang
+    reads: those of ModelOpt."""
+    section = quantization_section(raw)
+    scheme, algorithm = section.get("kv_cache_scheme"), section.get("kv_cache_quant_algo")
+    if "quant_algo" in section and isinstance(scheme, Mapping):
+        return (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    return str(algorithm).upper() == "FP8"
+
+
 def precision(name: str, raw: Mapping[str, Any]) -> str | None:
     """Return a model's precision by its name, or else by the weights' format in its parsed
     config.json; None for 16 bits."""
-    section: Mapping[str, Any] = next(
-        (raw[key] for key in NAMES if isinstance(raw.get(key), Mapping)), {}
-    )
+    section = quantization_section(raw)
     texts = name.rstrip("/").rpartition("/")[2], " ".join(str(section.get(key)) for key in _FIELDS)
     for text in texts:
         for pattern, label in _SAID:

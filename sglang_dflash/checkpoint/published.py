@@ -194,12 +194,10 @@ def _of_folder(role: str, folder: Path) -> ModelFacts:
 def _of_files(
     role: str, name: str, raw: Mapping[str, Any], folder: Path, source: str
 ) -> ModelFacts:
-    if role == "draft":
-        raw = with_quantization(raw, folder)
     tensors = stored_tensors(folder) if role == "draft" and has_weights(folder) else None
     return ModelFacts(
         name=name,
-        config=raw,
+        config=with_quantization(raw, folder, role),
         weight_bytes=local_weight_bytes(role, folder),
         source=source,
         tensors=tensors,

@@ -178,13 +178,15 @@ def read_quantization(fields: Fields) -> Quantization | None:
     return Quantization(tuple(ways))
 
 
-def with_quantization(raw: Mapping[str, Any], folder: str | Path) -> Mapping[str, Any]:
+def with_quantization(
+    raw: Mapping[str, Any], folder: str | Path, role: str = "draft"
+) -> Mapping[str, Any]:
     """Add what ModelOpt may write beside a config.json, in a file of its own, to the parsed config,
     unless the config itself declares a quantization. Raises ConfigError."""
     file = Path(folder) / "hf_quant_config.json"
     if any(raw.get(name) not in _NEUTRAL for name in NAMES) or not file.is_file():
         return raw
-    section = _object(read_json_object(file, "draft checkpoint").get("quantization"))
+    section = _object(read_json_object(file, f"{role} checkpoint").get("quantization"))
     return {**raw, NAMES[0]: section} if section.get("quant_algo") else raw
 
 

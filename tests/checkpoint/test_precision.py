@@ -1,12 +1,17 @@
-"""A draft that is said to have another precision than its target."""
+"""A draft that is said to have another precision than its target, and K/V that is to be in FP8."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config, ModelOptFp8Config
+from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 
-from sglang_dflash.checkpoint.precision import other_precision, precision
+from sglang_dflash.checkpoint.precision import asks_fp8_kv, other_precision, precision
 from tests.quantized_draft import EXPORTERS
 
 CONFIGS = {name: {"quantization_config": exporter.config} for name, exporter in EXPORTERS.items()}
@@ -54,3 +59,37 @@ def test_pairs(pair: tuple[str, Any, str, Any], warning: str | None) -> None:
     warnings = other_precision(*pair)
     assert len(warnings) == (warning is not None)
     assert all(warning in text and "0 % with the same in" in text for text in warnings)
+
+
+EIGHT_BITS = {"type": "float", "num_bits": 8, "dynamic": False}
+# quantization_config -> SGLang's class for it.
+SECTIONS: list[tuple[dict[str, Any], Any]] = [
+    ({"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, ModelOptFp4Config),
+    ({"quant_algo": "NVFP4", "kv_cache_quant_algo": None}, ModelOptFp4Config),
+    ({"quant_algo": "NVFP4", "kv_cache_scheme": EIGHT_BITS}, ModelOptFp4Config),
+    ({"quant_algo": "NVFP4", "kv_cache_scheme": EIGHT_BITS | {"num_bits": 4}}, ModelOptFp4Config),
+    ({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, ModelOptFp8Config),
+    ({"quant_algo": "FP8", "kv_cache_scheme": EIGHT_BITS}, ModelOptFp8Config),
+    ({"quant_algo": "FP8"}, ModelOptFp8Config),
+    ({"activation_scheme": "dynamic", "weight_block_size": [128, 128]}, Fp8Config),
+    ({"activation_scheme": "dynamic", "kv_cache_scheme": EIGHT_BITS}, Fp8Config),
+]
+
+
+@pytest.mark.parametrize(("section", "theirs"), SECTIONS, ids=str)
+def test_the_dtype_of_kv_is_the_one_that_sglang_reads(section: dict[str, Any], theirs: Any) -> None:
+    method = "fp8" if theirs is Fp8Config else "modelopt"
+    model = SimpleNamespace(quant_config=theirs.from_config({"quant_method": method, **section}))
+    _, dtype = configure_kv_cache_dtype(
+        server_args_kv_cache_dtype="auto",
+        model=model,  # type: ignore[arg-type]
+        model_dtype=torch.bfloat16,
+        is_draft_worker=False,
+        is_dflash=False,
+        speculative_draft_attention_backend="",
+    )
+    for raw in (
+        {"quantization_config": section}, {"text_config": {"quantization_config": section}},
+    ):  # fmt: skip
+        assert asks_fp8_kv(raw) == (dtype == torch.float8_e4m3fn)
+    assert not asks_fp8_kv({})

@@ -78,8 +78,8 @@ def split(argv: list[str], own_flags: Collection[str]) -> tuple[list[str], list[
 def run(args: argparse.Namespace) -> None:
     command = launch_command.read(args.server_flags) if args.server_flags else None
     options = Options(**given(args, Options))
-    serving = Serving(**given(args, Serving))
     target = look_up("target", args.target, offline=args.offline)
+    serving = Serving(**given(args, Serving)).for_target(target.config)
     named = args.draft or published_draft(args.target)
     draft = look_up("draft", named, offline=args.offline)
     builtin = command and command.builtin

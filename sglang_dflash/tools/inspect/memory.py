@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sglang_dflash.checkpoint.precision import quantization_section
 from sglang_dflash.checkpoint.published import ModelFacts
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.common.errors import ConfigError
@@ -166,9 +167,10 @@ def _target_weights(target: ModelFacts, geometry: TargetGeometry, serving: Servi
     """Bytes of the target's weights; None if that is not known.
 
     Raises:
-        ConfigError: they are to be quantized, and are already.
+        ConfigError: they are to be quantized, and are already, in another way.
     """
-    if serving.quantization is None or target.weight_bytes is None:
+    stored = quantization_section(target.config).get("quant_method")
+    if target.weight_bytes is None or serving.quantization in (None, stored):
         return target.weight_bytes
     if is_quantized(target):
         required = f"the weights of {target.name} are quantized already; leave it out"
@@ -180,8 +182,7 @@ def _target_weights(target: ModelFacts, geometry: TargetGeometry, serving: Servi
 
 def is_quantized(target: ModelFacts) -> bool:
     """Return whether the target's config.json tells of quantized weights."""
-    text = target.config.get("text_config") or {}
-    return bool(target.config.get("quantization_config") or text.get("quantization_config"))
+    return bool(quantization_section(target.config))
 
 
 def _kv_memory(serving: Serving, target: int | None, draft: int | None, steps: int) -> int:

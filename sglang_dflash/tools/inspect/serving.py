@@ -3,8 +3,11 @@ torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
+from sglang_dflash.checkpoint.precision import asks_fp8_kv
 from sglang_dflash.common.command_line import setting
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.capabilities import CAPABILITIES
@@ -50,7 +53,11 @@ class Serving:
     max_mamba_cache_size: int | None = setting(
         None, "recurrent states (default: what running requests and cached sessions need)"
     )
-    kv_dtype: str | None = setting(None, "target KV (default: bfloat16)", choices=list(KV_DTYPES))
+    kv_dtype: str | None = setting(
+        None,
+        "target KV (default: bfloat16, or fp8_e4m3 if its config asks for it)",
+        choices=list(KV_DTYPES),
+    )
     draft_kv_dtype: str | None = setting(
         None, "draft KV (default: the target's)", choices=list(KV_DTYPES)
     )
@@ -75,6 +82,14 @@ class Serving:
         if self.attention == "fa4":
             return "bfloat16"
         return self.draft_kv_dtype or self.kv_dtype or "bfloat16"
+
+    def for_target(self, config: Mapping[str, Any]) -> Self:
+        """These settings, with K/V in FP8 if none is given and the target's config.json asks for
+        it. Draft K/V stays in 16 bits then."""
+        if self.kv_dtype is not None or not asks_fp8_kv(config):
+            return self
+        draft_kv = self.draft_kv_dtype or "bfloat16"
+        return replace(self, kv_dtype="fp8_e4m3", draft_kv_dtype=draft_kv)
 
     def __post_init__(self) -> None:
         gib = f"a number of GiB above 0 and up to {_MOST_GIB} is required"

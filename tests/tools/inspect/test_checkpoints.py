@@ -93,3 +93,32 @@ def test_a_quantized_draft_counts_as_it_is_served(
         assert found[fact] == twin[fact]
     # Of a precision that is not the target's.
     assert len(found["warnings"]) == len(twin["warnings"]) + 1
+
+
+def test_kv_has_the_dtype_that_the_targets_files_ask_for(
+    capsys: pytest.CaptureFixture[str], target: Path
+) -> None:
+    """As on a server, where draft K/V stays in 16 bits."""
+    pair = str(target), str(PAIR.draft)
+    flags = ["--kv-dtype", "fp8_e4m3", "--draft-kv-dtype", "bfloat16"]
+    plain, in_8_bits = inspected(capsys, *pair), inspected(capsys, *pair, *flags)
+    section = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}
+    (target / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
+    assert inspected(capsys, *pair) == in_8_bits
+    for flag, expected in (("fp8_e4m3", in_8_bits), ("bfloat16", plain)):
+        found = inspected(capsys, *pair, "--kv-dtype", flag)["target_kv_bytes_per_token"]
+        assert found == expected["target_kv_bytes_per_token"]
+
+
+def test_a_target_in_fp8_may_be_asked_for_in_fp8(
+    capsys: pytest.CaptureFixture[str], target: Path
+) -> None:
+    """Published commands say so; a server loads the weights as they are."""
+    config, fp8 = json.loads((target / "config.json").read_text()), ("--quantization", "fp8")
+    pair = str(target), str(PAIR.draft)
+    for method in ("fp8", "compressed-tensors"):
+        section = {"quantization_config": {"quant_method": method}}
+        (target / "config.json").write_text(json.dumps({**config, **section}))
+        if method == "fp8":
+            assert inspected(capsys, *pair, *fp8) == inspected(capsys, *pair)
+    assert "are quantized already; leave it out" in refusal(capsys, *pair, *fp8)
