@@ -55,11 +55,12 @@ def checked(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     out: Path,
+    only: str = "",
 ) -> tuple[int, str, str]:
     """The command on a machine with a GPU, whose parts give these figures."""
 
     def run(of_the_plan: Mapping[str, plan.CheckPart]) -> Iterator[dict[str, Any]]:
-        assert list(of_the_plan) == list(plan.plan(tiny=False))
+        assert list(of_the_plan) == list(plan.select_parts(False, only))
         yield {"bandwidth": parts["bandwidth"]}
         yield parts
 
@@ -67,7 +68,7 @@ def checked(
     made = hardware() | {"accelerator": "NVIDIA H100"}
     monkeypatch.setattr(check_gpu, "hardware", lambda: made)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    status = cli.main(["check-gpu", "--out", str(out)])
+    status = cli.main(["check-gpu", "--out", str(out), *(["--only", only] if only else [])])
     return status, *capsys.readouterr()
 
 
@@ -81,6 +82,19 @@ def test_a_gpu_that_computes_what_torch_does_is_accepted(
     report = json.loads(out.read_text())
     assert report["parts"] == GOOD and report["hardware"]["torch"] and report["sglang_dflash"]
     assert report["command"] == f"sglang-dflash check-gpu --out {out}"
+
+
+@pytest.mark.parametrize(("only", "is_judged"), [("check", True), ("kernels", False)])
+def test_times_alone_accept_nothing(
+    only: str,
+    is_judged: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    parts = {name: GOOD[name] for name in GOOD if name == "bandwidth" or name.startswith(only)}
+    status, shown, _ = checked(parts, monkeypatch, capsys, tmp_path / "report.json", only)
+    assert status == 0 and shown.startswith("ACCEPT" if is_judged else "NOT JUDGED NVIDIA H100: ")
 
 
 @pytest.mark.parametrize("name", BAD)
