@@ -15,6 +15,8 @@ from sglang_dflash.common.errors import ConfigError
 _POOLED = ("GptOssForCausalLM", "LagunaForCausalLM", "MellumForCausalLM")
 # The layers of a Nemotron-H, by their letters in `hybrid_override_pattern`.
 _BLOCKS = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}
+# Parts of the names of recurrent layers in `layer_types`.
+_RECURRENT_TYPES = ("linear", "mamba", "conv")
 _RECURRENT_FIELDS = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -54,8 +56,8 @@ class TargetGeometry:
     Attributes:
         attention_layers: layers that keep K/V, sliding ones included.
         sliding_layers: of these, those that have a KV pool of their own.
-        recurrent_layers: linear-attention layers, which keep a state per request and nothing per
-            token.
+        recurrent_layers: layers of linear attention or a short convolution, which keep a state per
+            request and nothing per token.
         recurrent: shape of the recurrent layers; None if there are none or the config does not
             give it.
         latent_width: elements of one token that a layer of multi-head latent attention (MLA) keeps
@@ -192,7 +194,12 @@ def _blocks(text: Fields) -> tuple[str, ...]:
 def _recurrent_layers(text: Fields, depth: int) -> int:
     types = text.layer_types(depth)
     if types is not None:
-        return sum("linear" in layer_type or "mamba" in layer_type for layer_type in types)
+        return sum(any(kind in each for kind in _RECURRENT_TYPES) for each in types)
+    if "full_attn_idxs" in text:  # LFM2
+        return depth - len(text.layer_ids("full_attn_idxs", depth))
+    kimi = text.block("linear_attn_config")
+    if "kda_layers" in kimi:  # Counted from 1.
+        return len(kimi.layer_ids("kda_layers", depth + 1))
     if "full_attention_interval" not in text:
         return 0
     return depth - depth // text.positive_int("full_attention_interval")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
 from sglang.srt.arg_groups.fields.schedule import Schedule
+from sglang.srt.configs import KimiLinearConfig, Lfm2Config
 from sglang.srt.configs.model_config import is_hybrid_swa_model
 from sglang.srt.configs.nemotron_h import NemotronHConfig
 
@@ -74,6 +76,31 @@ def test_sliding_layers_with_a_pool_of_their_own_cost_a_part() -> None:
     # Transformers' default, which published copies of the config leave out.
     by_default = TargetGeometry.from_dict({**TARGET, "architectures": ["GptOssForCausalLM"]})
     assert by_default.sliding_layers == 3
+
+
+LFM2_ATTENTION = [2, 5, 8]
+KDA = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "full_attn_layers": [4, 8]}
+
+
+@pytest.mark.parametrize(
+    ("sglang", "hidden"),
+    [
+        (Lfm2Config(num_hidden_layers=10, full_attn_idxs=LFM2_ATTENTION), ()),
+        # Published copies have one of the two.
+        (Lfm2Config(num_hidden_layers=10, full_attn_idxs=LFM2_ATTENTION), ("layer_types",)),
+        (
+            KimiLinearConfig(
+                num_hidden_layers=9, linear_attn_config={"kda_layers": [1, 2, 3, 5, 6, 7, 9], **KDA}
+            ),
+            (),
+        ),
+    ],
+)
+def test_layers_that_keep_kv_are_counted_as_sglang_does(sglang: Any, hidden: Sequence[str]) -> None:
+    raw = sglang.to_dict() | {"full_attn_idxs": getattr(sglang, "full_attn_idxs", None)}
+    found = TargetGeometry.from_dict({k: v for k, v in raw.items() if k not in hidden})
+    assert found.attention_layers == len(sglang.full_attention_layer_ids)
+    assert found.recurrent_layers == len(sglang.linear_layer_ids)
 
 
 BLOCKS = ["mamba", "moe", "attention", "mlp", "mamba", "attention", "mamba"]
