@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from os.path import exists
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from huggingface_hub import snapshot_download
@@ -24,6 +24,20 @@ from sglang_dflash.serving.draft_weights.from_disk import is_for_draft
 CHECKED_FORMATS = (None, "auto", "safetensors")
 # A checkpoint with tied embeddings may leave out one of these.
 TIED = ("lm_head.weight", "embed_tokens.weight")
+# The attribute of SGLang's `TokenizerManager` that holds the `ServedCheckpoint`.
+SERVED = "sglang_dflash_served"
+
+
+class ServedCheckpoint(NamedTuple):
+    """What new weights must have in common with the served ones.
+
+    Attributes:
+        architectures: of its config.json.
+        tensors: by name; None if they are not stored in safetensors files.
+    """
+
+    architectures: Any
+    tensors: Mapping[str, StoredTensor] | None
 
 
 async def check_and_update(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
@@ -35,11 +49,7 @@ async def check_and_update(original: Any, manager: Any, obj: Any, request: Any =
     if not await is_for_draft(manager, obj.model_path):
         try:
             check_format(obj.load_format)
-            server_args = manager.server_args
-            await asyncio.to_thread(
-                check_folder, obj.model_path, manager.model_path,
-                revision=server_args.revision, cache_dir=server_args.download_dir,
-            )  # fmt: skip
+            await asyncio.to_thread(check_folder, obj.model_path, manager)
         except ConfigError as error:
             return False, f"{error}. The weights are unchanged", 0
     return await original(manager, obj, request)
@@ -60,28 +70,44 @@ def check_format(load_format: str | None) -> None:
         raise ConfigError("load_format", load_format, required)
 
 
-def check_folder(folder: str, served: str, **where: Any) -> None:
+def check_folder(folder: str, manager: Any) -> None:
     """Compare architecture, tensor names and shapes with those of the served checkpoint.
 
-    Both may be names on the hub. If the served model is not stored in safetensors files, tensors
-    are not compared.
+    If the served model is not stored in safetensors files, tensors are not compared.
 
     Args:
-        where: arguments of `snapshot_download` with which SGLang has loaded the served checkpoint.
+        folder: or a name on the hub.
+        manager: SGLang's `TokenizerManager`.
 
     Raises:
         ConfigError: the folder does not hold weights of the served model, or one of the two
             checkpoints cannot be read.
     """
     folder = _local("model_path", folder)
-    # The served checkpoint was loaded from this machine, so nothing needs to be fetched.
-    served_folder = _local("served model", served, local_files_only=True, **where)
-    new, old = architectures(folder), architectures(served_folder)
+    served = served_checkpoint(manager)
+    new, old = architectures(folder), served.architectures
     if new != old:
         raise ConfigError("model_path", folder, f"it holds {new}; the served model is {old}")
-    if any(Path(served_folder).glob("*.safetensors")):
-        tensors = stored_tensors(served_folder, "served")
-        check_tensors(folder, stored_tensors(folder, "new"), tensors)
+    if served.tensors is not None:
+        check_tensors(folder, stored_tensors(folder, "new"), served.tensors)
+
+
+def served_checkpoint(manager: Any) -> ServedCheckpoint:
+    """The checkpoint that the manager's server has loaded first. It is read once: who trains a
+    model may delete the folders of earlier weights. Raises ConfigError."""
+    served = getattr(manager, SERVED, None)
+    if served is None:
+        settings = manager.server_args
+        # It was loaded from this machine, so nothing needs to be fetched.
+        folder = _local(
+            "served model", manager.model_path, local_files_only=True,
+            revision=settings.revision, cache_dir=settings.download_dir,
+        )  # fmt: skip
+        is_stored = any(Path(folder).glob("*.safetensors"))
+        tensors = stored_tensors(folder, "served") if is_stored else None
+        served = ServedCheckpoint(architectures(folder), tensors)
+        setattr(manager, SERVED, served)
+    return served
 
 
 def _local(field: str, name: str, **where: Any) -> str:

@@ -31,6 +31,12 @@ def folder(tmp_path: Path) -> Path:
     return copy
 
 
+def manager_of(served: Path | str) -> Any:
+    """The part of SGLang's manager that is read, of a server of that checkpoint."""
+    given = SimpleNamespace(revision=None, download_dir=None, speculative_draft_model_path=None)
+    return SimpleNamespace(server_args=given, model_path=str(served))
+
+
 def transpose_a_projection(tensors: Tensors) -> None:
     name = next(n for n in tensors if n.endswith("layers.0.mlp.up_proj.weight"))
     tensors[name] = tensors[name].T.contiguous()
@@ -52,31 +58,31 @@ def test_other_tensors_are_refused(what: str, folder: Path) -> None:
     change, message = BAD[what]
     rewrite(folder, change)
     with pytest.raises(ConfigError, match=message):
-        check_folder(str(folder), str(PAIR.target))
+        check_folder(str(folder), manager_of(PAIR.target))
 
 
 def test_the_draft_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"holds \['DFlash\w*'\]; the served model is \['Qwen3"):
-        check_folder(str(PAIR.draft), str(PAIR.target))
+        check_folder(str(PAIR.draft), manager_of(PAIR.target))
 
 
 def test_a_folder_without_a_config_or_weights_is_refused(folder: Path) -> None:
     (folder / "config.json").rename(folder / "else.json")
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        check_folder(str(folder), str(PAIR.target))
+        check_folder(str(folder), manager_of(PAIR.target))
     (folder / "else.json").rename(folder / "config.json")
     next(folder.glob("*.safetensors")).unlink()
     with pytest.raises(ConfigError, match=r"no \.safetensors file"):
-        check_folder(str(folder), str(PAIR.target))
+        check_folder(str(folder), manager_of(PAIR.target))
 
 
 @pytest.mark.parametrize("name", [5000 * "a", "dra\0ft", "/no/such/folder"])
 def test_what_cannot_be_had_is_refused(name: str, folder: Path) -> None:
     """Names of the new weights, and of the served ones that they are compared with."""
     with pytest.raises(ConfigError, match="neither a folder here nor on the hub"):
-        check_folder(name, str(PAIR.target))
+        check_folder(name, manager_of(PAIR.target))
     with pytest.raises(ConfigError, match="served model"):
-        check_folder(str(folder), name)
+        check_folder(str(folder), manager_of(name))
 
 
 def test_names_on_the_hub_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +90,7 @@ def test_names_on_the_hub_are_compared(folder: Path, monkeypatch: pytest.MonkeyP
     fetched = "sglang_dflash.plugins.repairs.weight_update.snapshot_download"
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(fetched, lambda name, **where: asked.append(where) or places[name])
-    check_folder("a/target", str(PAIR.target))
+    check_folder("a/target", manager_of(PAIR.target))
     given = SimpleNamespace(revision="a-revision", download_dir="/models")
     manager = SimpleNamespace(server_args=given, model_path="a/target")
     update = SimpleNamespace(model_path=str(PAIR.target), load_format=None)
@@ -101,7 +107,7 @@ def test_names_on_the_hub_are_compared(folder: Path, monkeypatch: pytest.MonkeyP
         "revision": "a-revision", "cache_dir": "/models", "local_files_only": True,
     }  # fmt: skip
     with pytest.raises(ConfigError, match="DFlash"):
-        check_folder("a/draft", "a/target")
+        check_folder("a/draft", manager_of("a/target"))
 
 
 @pytest.mark.parametrize("load_format", ["nonesuch", "npcache", "pt", "dummy", ""])
@@ -115,7 +121,27 @@ def test_weights_of_the_same_model_are_taken(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 1}))
     rewrite(folder, lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
-    check_folder(str(folder), str(PAIR.target))
+    check_folder(str(folder), manager_of(PAIR.target))
+
+
+def test_the_folder_of_earlier_weights_may_be_gone(folder: Path, tmp_path: Path) -> None:
+    """SGLang notes the folder of each update as the served model's."""
+    manager = manager_of(PAIR.target)
+
+    async def original(manager: Any, obj: Any, _: Any) -> tuple[bool, str, int]:
+        manager.model_path = obj.model_path
+        return True, "updated", 0
+
+    def update(number: int) -> tuple[bool, str, int]:
+        step = Path(shutil.copytree(folder, tmp_path / str(number)))
+        shutil.rmtree(tmp_path / str(number - 1), ignore_errors=True)
+        obj = SimpleNamespace(model_path=str(step), load_format=None)
+        return asyncio.run(check_and_update(original, manager, obj))
+
+    assert [update(number)[1] for number in range(3)] == ["updated"] * 3
+    rewrite(folder, drop_a_norm)
+    success, message, _ = update(3)
+    assert not success and "no tensor" in message
 
 
 @pytest.mark.parametrize("states", [[{"dflash": {}}], [{"dflash_builtin_reason": "a flag"}]])
