@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError("sessions", args.sessions, "needs {context}, the tokens of a request")
     report["suggestions"] = None
     if serving.context is not None:
-        pair = Pair(target, draft, options, serving, builtin)
+        others = tuple(command.others) if command else ()
+        pair = Pair(target, draft, options, serving, builtin, others)
         report["suggestions"] = suggest(pair, args.sessions)
     if exists(named) and exists(args.target):
         _check_as_sglang_reads_it(Path(args.target), Path(named), report["worker"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -111,6 +112,8 @@ _NOT_JUDGED = {
     "config": "a server reads no file that is given so; write --config FILE, as two words",
 }
 _PAIR = ("model_path", "speculative_draft_model_path")
+# What every command that is suggested says itself.
+_SAID = (*_PAIR, "speculative_algorithm", "speculative_dflash_worker", "speculative_dflash_lookup")
 
 
 class Launch(NamedTuple):
@@ -120,11 +123,13 @@ class Launch(NamedTuple):
         words: the arguments of `inspect` that it comes to.
         builtin: the setting with which SGLang's worker serves; None without one.
         not_reckoned: flags, with their values, that the figures leave out.
+        others: all flags that the arguments do not stand for, with their values, in words.
     """
 
     words: list[str]
     builtin: str | None
     not_reckoned: list[str]
+    others: list[str]
 
 
 def is_launch(words: Sequence[str]) -> bool:
@@ -181,15 +186,18 @@ def read(command: Sequence[str]) -> Launch:
         settings = {name: value for name, value in settings.items() if name not in _OURS}
     _check(CommandLineSettings(settings))
     words = [settings[name] for name in _PAIR]
-    left_out = []
+    left_out, others = list[str](), list[str]()
     for name, value in settings.items():
-        if not _is_reckoned(name, value):
-            left_out.append(_typed(name, value))
-        elif name in FLAGS and value != "auto":
-            words += [FLAGS[name], str(_VALUES.get(value, value))]
+        is_reckoned = _is_reckoned(name, value)
+        if not is_reckoned:
+            left_out.append(" ".join(_typed(name, value)))
+        if is_reckoned and name in FLAGS:
+            words += [FLAGS[name], str(_VALUES.get(value, value))] if value != "auto" else []
+        elif name not in _SAID:
+            others += _typed(name, value)
     if settings.get("speculative_dflash_lookup") == "on":
         words.append("--lookup")
-    return Launch(words, builtin, left_out)
+    return Launch(words, builtin, left_out, others)
 
 
 def _is_reckoned(name: str, value: Any) -> bool:
@@ -219,10 +227,15 @@ def _check(settings: CommandLineSettings) -> None:
         raise ConfigError(WIDTH_FLAG, "adaptive", why_not)
 
 
-def _typed(name: str, value: Any) -> str:
-    """A setting as a command line gives it."""
-    values = [] if value is True else value if isinstance(value, list) else [value]
-    return " ".join([_flag(name), *map(str, values)])
+def _typed(name: str, value: Any) -> list[str]:
+    """A setting as a command line gives it, in words."""
+    row = next(row for row in rows() if row["name"] == name)
+    flag = next(word for word in row["flags"] if word.startswith("--"))
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if row.get("type") == "loads":
+        return [flag, json.dumps(value)]
+    return [flag, *map(str, value if isinstance(value, list) else [value])]
 
 
 def _flag(name: str) -> str:

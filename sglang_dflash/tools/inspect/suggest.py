@@ -32,13 +32,19 @@ _SHOWN = 5
 
 
 class Pair(NamedTuple):
-    """A pair and the settings that were asked for."""
+    """A pair and the settings that were asked for.
+
+    Attributes:
+        builtin: the setting with which SGLang's worker serves; None without one.
+        others: further flags of the server, in words, which the figures do not follow.
+    """
 
     target: ModelFacts
     draft: ModelFacts
     options: Options
     serving: Serving
     builtin: str | None
+    others: tuple[str, ...] = ()
 
 
 class SetUp(NamedTuple):
@@ -209,6 +215,7 @@ def command_of(pair: Pair, set_up: SetUp, requests: int) -> str:
     words = [
         "sglang", "serve", "--model-path", pair.target.name, "--speculative-algorithm", "DFLASH",
         "--speculative-draft-model-path", pair.draft.name, *worker, *server_flags(settings),
+        *pair.others,
     ]  # fmt: skip
     return shlex.join(words)
 

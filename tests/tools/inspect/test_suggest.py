@@ -159,6 +159,19 @@ def test_a_suggestion_keeps_what_was_asked_for(capsys: pytest.CaptureFixture[str
     )  # fmt: skip
     assert "--speculative-dflash-worker builtin" in builtin["suggestions"]["command"]
     assert max(map(len, as_table(found).splitlines())) <= 80
+    others = [
+        "--trust-remote-code", "--no-ple-offload-embedding", "--dtype", "float32",
+        "--served-model-name", "my model", "--fp8-gemm-backend", "triton",
+        "--default-chat-template-kwargs", '{"enable_thinking": false}',
+        "--lora-paths", "a=b", "c=d",
+    ]  # fmt: skip
+    pasted = inspected(
+        capsys, "--offline", "--context", "32768", "--", "sglang", "serve", "--model-path", pair[0],
+        "--speculative-algorithm", "DFLASH", *others,
+    )  # fmt: skip
+    command = shlex.split(pasted["suggestions"]["command"])
+    assert command[-len(others) :] == others
+    assert launch_command.read(command).others == others
     # What most readers came for is not behind the facts.
     (best,) = (line for line in as_table(found).splitlines()[:10] if line.startswith("  at most"))
     assert list(map(int, best.split()[3:])) == list(found["suggestions"]["most"].values())
