@@ -122,9 +122,11 @@ def _require(holds: bool, field: str, value: Any, required: str) -> None:
 
 
 def _check_fields(obj: Any) -> None:
-    size, sampling, nested = _batch_size(obj), obj.sampling_params, obj.token_ids_logprob
+    size, choices, nested = _batch_size(obj), _choices(obj.sampling_params), obj.token_ids_logprob
+    # SGLang makes a batch of one request with several choices.
+    listed = 1 if size is None and choices > 1 else size
     _require(
-        size is not None or not isinstance(obj.rid, list),
+        listed is not None or not isinstance(obj.rid, list),
         "rid", obj.rid, "one request takes one id, a string",
     )  # fmt: skip
     names = [*ONE_EACH, *(ONE_EACH_OF_A_BATCH if size is not None else ())]
@@ -133,16 +135,7 @@ def _check_fields(obj: Any) -> None:
     for name in names:
         # SGLang fills in modalities that are empty.
         if name != "modalities" or obj.modalities:
-            _check_one_each(name, getattr(obj, name), size)
-    choices = 1
-    for params in (
-        sampling if isinstance(sampling, list) else [{} if sampling is None else sampling]
-    ):
-        _require(isinstance(params, dict), "sampling_params", params, "an object of named values")
-        n = params.get("n", 1)
-        fits = is_int(n) and 1 <= n <= MAX_CHOICES
-        _require(fits, "sampling_params.n", n, f"an integer from 1 to {MAX_CHOICES}")
-        choices = max(choices, n)
+            _check_one_each(name, getattr(obj, name), listed)
     for name in UNREPEATED:
         value = getattr(obj, name)
         required = f"not with sampling_params.n, {choices}, above 1"
@@ -161,6 +154,20 @@ def _check_fields(obj: Any) -> None:
         required = f"an object with any of {session_fields}"
         _require(isinstance(session, dict), "session_params", session, required)
         _check_names("session_params", session, session_fields)
+
+
+def _choices(sampling: Any) -> int:
+    """Return the most choices, `n`, that one request asks for."""
+    choices = 1
+    for params in (
+        sampling if isinstance(sampling, list) else [{} if sampling is None else sampling]
+    ):
+        _require(isinstance(params, dict), "sampling_params", params, "an object of named values")
+        n = params.get("n", 1)
+        fits = is_int(n) and 1 <= n <= MAX_CHOICES
+        _require(fits, "sampling_params.n", n, f"an integer from 1 to {MAX_CHOICES}")
+        choices = max(choices, n)
+    return choices
 
 
 def _batch_size(obj: Any) -> int | None:

@@ -142,6 +142,19 @@ def test_sglang_can_clean_up_after_a_refused_stream(rid: Any) -> None:
     assert left == (rid if isinstance(rid, list) else [rid])
 
 
+@pytest.mark.parametrize("given", [{"lora_path": ["x"]}, {"rid": ["r"]}, {}], ids=str)
+def test_one_request_with_choices_may_have_lists_of_one(given: dict[str, Any]) -> None:
+    """SGLang makes a batch of it."""
+    for params in ({"n": 2}, [{"n": 2}]):
+        obj = GenerateReqInput(text="a", sampling_params=params, **given)
+        request_guard.check_shape(manager(), obj)
+        obj.normalize_batch_and_arguments()
+        assert obj[0].sampling_params == {"n": 2} and obj[0].lora_path in (None, "x")
+        wrong = GenerateReqInput(text="a", sampling_params=params, lora_path=["x", "y"])
+        with pytest.raises(ValueError, match=r"lora_path: .* a list of 2 for a batch of 1"):
+            request_guard.check_shape(manager(), wrong)
+
+
 def test_positions_in_the_prompt_are_passed_on() -> None:
     made = guarded(
         ids=[5] * 3, token_indices_to_pool=[0, 2], multi_item_delimiter_indices=[1],
