@@ -88,8 +88,8 @@ NOT_RECKONED = (
     # Steps.
     "prefill_attention_backend", "decode_attention_backend", "disable_cuda_graph",
     "disable_decode_cuda_graph", "cuda_graph_backend_decode", "cuda_graph_config",
-    "cuda_graph_bs_decode", "cuda_graph_max_bs_decode", "speculative_dflash_draft_graphs",
-    "speculative_dflash_extension",
+    "cuda_graph_bs_decode", "cuda_graph_max_bs_decode", "disable_cuda_graph_padding",
+    "speculative_dflash_draft_graphs", "speculative_dflash_extension",
 )  # fmt: skip
 # Settings of which the arithmetic has these values only.
 _RECKONED: Mapping[str, tuple[Any, ...]] = {
