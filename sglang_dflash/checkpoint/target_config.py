@@ -194,7 +194,7 @@ def _blocks(text: Fields) -> tuple[str, ...]:
 def _recurrent_layers(text: Fields, depth: int) -> int:
     types = text.layer_types(depth)
     if types is not None:
-        return sum(any(kind in each for kind in _RECURRENT_TYPES) for each in types)
+        return sum(any(part in layer_type for part in _RECURRENT_TYPES) for layer_type in types)
     if "full_attn_idxs" in text:  # LFM2
         return depth - len(text.layer_ids("full_attn_idxs", depth))
     kimi = text.block("linear_attn_config")

@@ -29,7 +29,7 @@ SERVED = "sglang_dflash_served"
 
 
 class ServedCheckpoint(NamedTuple):
-    """What new weights must have in common with the served ones.
+    """The facts of the served checkpoint that new weights must share.
 
     Attributes:
         architectures: of its config.json.

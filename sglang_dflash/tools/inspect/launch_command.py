@@ -230,9 +230,10 @@ def _check(settings: CommandLineSettings) -> None:
 def _typed(name: str, value: Any) -> list[str]:
     """A setting as a command line gives it, in words."""
     row = next(row for row in rows() if row["name"] == name)
-    flag = next(word for word in row["flags"] if word.startswith("--"))
+    flag, *others = (word for word in row["flags"] if word.startswith("--"))
     if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
+        # Of a setting that is on or off, the other form switches it off.
+        return [flag if value else others[0]]
     if row.get("type") == "loads":
         return [flag, json.dumps(value)]
     return [flag, *map(str, value if isinstance(value, list) else [value])]
