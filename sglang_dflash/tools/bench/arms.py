@@ -27,6 +27,8 @@ from sglang_dflash.tools.bench.settings import VLLM_ARMS, WIDTH, BenchSettings
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 SIMULATED_LENGTH = "SGLANG_SIMULATE_ACC_LEN"
+# --max-running-requests of a server with drafts, where it is not given. Without drafts it is more.
+RUNNING_WITH_DRAFTS = 48
 
 # Arm -> the server to start, or the URL of one that runs.
 Arms = dict[str, Program | str]
@@ -145,7 +147,12 @@ def _common_flags(settings: BenchSettings) -> dict[str, FlagValue]:
         "--dtype": settings.dtype,
         "--incremental-streaming-output": True,
     }
-    return flags | ({"--enable-deterministic-inference": True} if settings.temperature else {})
+    if settings.temperature:
+        flags["--enable-deterministic-inference"] = True
+    if max(settings.levels) > RUNNING_WITH_DRAFTS:
+        # All arms run as many at a time.
+        flags["--max-running-requests"] = max(settings.levels)
+    return flags
 
 
 def group_arms(settings: BenchSettings, arms: Arms, accelerator: bool) -> list[Arms]:

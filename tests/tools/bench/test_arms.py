@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,17 @@ def test_servers_on_a_gpu_compute_in_16_bits(pair: str | None) -> None:
     with refused("dtype", "float32"):
         started(True, **asked, dtype="float32")
     assert started(True, **asked, dtype="float16")["ar"].flags["--dtype"] == "float16"
+
+
+@pytest.mark.parametrize("given", [{}, {"target": "T", "draft": "D"}], ids=["embedded", "given"])
+def test_all_arms_run_as_many_requests_at_a_time(given: dict[str, Any]) -> None:
+    """SGLang's default with drafts is lower than without."""
+    flag = "--max-running-requests"
+    for levels, expected in (("1,48", None), ("1,64", 64)):
+        servers = started(True, **given, arms=ALL_ARMS, concurrency=levels)
+        assert {server.flags.get(flag) for server in servers.values()} == {expected}
+    theirs = pytest.importorskip("sglang.srt.arg_groups.speculative_hook")
+    assert "max_running_requests=48" in inspect.getsource(theirs._handle_dflash)
 
 
 def test_sampled_arms_are_servers_whose_tokens_a_seed_decides() -> None:
