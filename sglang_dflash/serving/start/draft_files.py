@@ -23,6 +23,8 @@ from sglang_dflash.common.errors import ConfigError, cut, shown
 # The `checkpoint` of this server's draft. An environment variable, as the scheduler's processes
 # read the draft's config before they have our settings.
 DRAFT = "SGLANG_DFLASH_UNTRUSTED_DRAFT"
+# SGLang's variable that lets --context-length be more than a model's config says.
+LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 
 def distrust(draft: str | None) -> None:
@@ -116,6 +118,12 @@ def check_as_sglang_reads_it(folder: str, server_args: Any) -> None:
     error = _error_of_sglang(folder, server_args)
     if error is None:
         return
+    if LONGER_CONTEXT in str(error):
+        required = (
+            "SGLang refuses more than the draft's max_position_embeddings; leave it out, and the "
+            f"length of the target's config is served, or set {LONGER_CONTEXT}=1"
+        )
+        raise ConfigError("--context-length", server_args.context_length, required) from error
     message = cut(str(error)) or type(error).__name__
     fields = [name for name, value in raw.items() if name in message or f"`{value}`" in message]
     named = fields[0] if fields else _wrong_field(raw)

@@ -94,7 +94,8 @@ def inspect(
     findings = resolved.warnings(config, names) if config else []
     warnings = [*other_target(target.name, draft.name), *words.config_only(draft)]
     warnings += other_precision(target.name, target.config, draft.name, draft.config)
-    warnings += words.extended(context_of(target), serving.context_length)
+    of_draft = None if config is None else config.max_position_embeddings
+    warnings += words.extended(serving.context_length, context_of(target), of_draft)
     warnings += words.capped(memory, serving.max_running_requests)
     facts = {
         "warnings": warnings + [str(finding) for finding in findings],

@@ -61,14 +61,21 @@ def capped(memory: Mapping[str, Any], max_running: int) -> list[str]:
     ]
 
 
-def extended(max_positions: int | None, context_length: int | None) -> list[str]:
-    """A warning if requests may be longer than the target's config says."""
-    if max_positions is None or context_length is None or context_length <= max_positions:
-        return []
+def extended(context_length: int | None, target: int | None, draft: int | None) -> list[str]:
+    """Warnings if requests may be longer than a config says.
+
+    Args:
+        target, draft: their max_position_embeddings.
+    """
+    advice = {
+        "target": (target, "unless the config that it reads extends it, as by YaRN"),
+        "draft": (draft, "with the flag, and serves the target's own length without it"),
+    }
     return [
-        f"--context-length {context_length}: the target's max_position_embeddings is "
-        f"{max_positions}; SGLang refuses to start unless the config that it reads extends it, as "
-        "by YaRN"
+        f"--context-length {context_length}: the {model}'s max_position_embeddings is {positions}; "
+        f"SGLang refuses to start {remedy}"
+        for model, (positions, remedy) in advice.items()
+        if context_length is not None and positions is not None and context_length > positions
     ]
 
 
