@@ -118,8 +118,8 @@ def told_by_the_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr()
     if shown.err:
         return shown.err
-    head = shown.out.partition("\n\n")[0]
-    return head[head.index("warning: ") :]
+    notes = next(part for part in shown.out.split("\n\n") if "warning: " in part)
+    return notes[notes.index("warning: ") :]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
