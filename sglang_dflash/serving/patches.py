@@ -160,6 +160,11 @@ WORKER_PATCHES = SAMPLING_PATCHES + patch_rows(
      "Of the reasons to end inside one block, a later one can win: SGLang judges the block's "
      "tokens at once, kind by kind.",
      "tests/serving/step/test_answer_ends.py::test_a_later_reason_wins_without_the_row"),
+    (Kind.BEFORE, "session.session_controller.Session._concat_token_arrays",
+     "step.scheduler:cut_last_turn",
+     "The next turn of a session reads tokens that follow the end of the last one.",
+     "tests/serving/step/test_answer_ends.py"
+     "::test_the_next_turn_reads_on_after_the_end_without_the_row"),
     (Kind.AROUND, "managers.scheduler_components.batch_result_processor"
      ".SchedulerBatchResultProcessor._append_decode_hidden_states",
      "step.scheduler:without_rows_after_the_end",

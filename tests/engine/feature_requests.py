@@ -306,8 +306,8 @@ TURNS = [
 
 
 def sessions(server: Server) -> Answers:
-    """A conversation of three turns whose first is then replaced; and two streaming sessions with
-    turns of 23 and 24 tokens."""
+    """A conversation of three turns whose first is then replaced; two streaming sessions with turns
+    of 23 and 24 tokens; and conversations whose first turn ends at a token inside a block."""
 
     def branching() -> Answers:
         session, answers = post(server, "open_session", {"capacity_of_str_len": 4000}).json(), []
@@ -338,11 +338,20 @@ def sessions(server: Server) -> Answers:
         post(server, "close_session", {"session_id": session})
         return answers
 
-    return [
-        one
-        for answers in together([branching, lambda: streaming(23), lambda: streaming(24)])
-        for one in answers
-    ]
+    def ended_at(token: int) -> Answers:
+        session = post(server, "open_session", {"capacity_of_str_len": 4000}).json()
+        asked = {"session_params": {"id": session}, "rid": session}
+        ways = {"stop_token_ids": [token], "ignore_eos": False}
+        ended = ask(server, PROMPTS["demo"][1], asked, **ways)
+        asked = {"session_params": {"id": session, "rid": session}}
+        answers = [ended, ask(server, TURNS[1], asked)]
+        post(server, "close_session", {"session_id": session})
+        return answers
+
+    jobs = [branching, lambda: streaming(23), lambda: streaming(24)]
+    ids = ask(server, PROMPTS["demo"][1])["output_ids"]
+    jobs += [lambda token=token: ended_at(token) for token in dict.fromkeys(ids[5:13])]
+    return [one for answers in together(jobs) for one in answers]
 
 
 def mixed_chunks(server: Server) -> Answers:

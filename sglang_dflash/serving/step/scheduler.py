@@ -56,6 +56,12 @@ def without_last_token(is_cached: bool, sessions: Any, request: Any) -> bool:
     return is_cached
 
 
+def cut_last_turn(last_request: Any, *_: Any, **__: Any) -> None:
+    """Before `Session._concat_token_arrays`: drop the tokens that the step which ended a turn has
+    committed after its end. SGLang would put them into the next turn's prompt."""
+    last_request.output_ids = last_request.output_ids_through_stop
+
+
 def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int = 1) -> None:
     """Around `Req.update_finish_state`: judge the tokens of a step one after another, as if each
     were a step of plain decoding, until one ends the request.

@@ -6,15 +6,21 @@ import itertools
 import random
 import re
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sglang_dflash.serving.step.scheduler import end_at_the_first_reason, without_rows_after_the_end
+from sglang_dflash.serving.step.scheduler import (
+    cut_last_turn,
+    end_at_the_first_reason,
+    without_rows_after_the_end,
+)
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.patches.originals import original
 from tests.serving.batches import request_of
@@ -191,6 +197,18 @@ def test_an_abort_ends_a_step_at_once() -> None:
     assert list(request.output_ids) == BEFORE + BLOCK
     # And nothing is judged twice.
     end_at_the_first_reason(lambda given, count: given, request, 3)
+
+
+def test_the_next_turn_reads_on_after_the_end_without_the_row() -> None:
+    """The step which ended the last turn with its fourth token has committed two more."""
+    turn, asked = SimpleNamespace(input_ids=array("q", [8, 9])), SessionParams()
+    join = original("sglang.srt.session.session_controller.Session._concat_token_arrays")
+    for ended, kept in ((4, [1, 2, 3, 4]), (None, [1, 2, 3, 4, 5, 6])):
+        last = request_of(prompt=[7], output=[1, 2, 3, 4, 5, 6], finished_len=ended)
+        theirs = list(join(last, turn, asked)[0])
+        cut_last_turn(last, turn, asked)
+        assert [list(ids) for ids in join(last, turn, asked)] == [[7, *kept, 8, 9]] * 2
+        assert (theirs == [7, *kept, 8, 9]) == (ended is None)
 
 
 @pytest.mark.parametrize("mode", [True, "last"])
