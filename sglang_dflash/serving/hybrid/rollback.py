@@ -13,6 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size
+from sglang.srt.runtime_context import (
+    get_exec,
+    get_schedule,
+    mamba_checkpoint_grid,
+    mamba_track_grid,
+)
+from sglang.srt.utils.common import ceil_align
 from torch import Tensor
 
 from sglang_dflash.common.errors import ConfigError
@@ -157,16 +165,18 @@ class Replay(Rollback):
             check_replay(*self._ops, cache.conv[0], cache.temporal)
 
 
-def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
+def make_rollback(requested: str, model_runner: Any, verify_block: int) -> Rollback | None:
     """The rollback for this target, None if it has no recurrent layers. To be called before SGLang
     allocates its state pool.
 
     Raises:
-        ConfigError: replay was requested and the recurrent layers are not Gated DeltaNet.
+        ConfigError: replay was requested and the recurrent layers are not Gated DeltaNet, or the
+            checkpoints of the prefix cache are too close for such blocks.
     """
     layers = mambaish_config(model_runner.model_config)
     if layers is None:
         return None
+    check_checkpoints(verify_block)
     can_replay = replays("auto", model_runner.model_config)
     if requested == "replay" and not can_replay:
         raise ConfigError(
@@ -179,6 +189,24 @@ def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
         return Rollback(model_runner)
     install_late(REPLAY_PATCHES, "replay of recurrent layers")
     return Replay(model_runner, _ops(torch.device(model_runner.device)))
+
+
+def check_checkpoints(verify_block: int) -> None:
+    """Raise ConfigError if a step and the one in flight can each pass a checkpoint: SGLang, which
+    learns of the first one late, then takes the second one's state for it."""
+    mamba, page_size, tokens = get_exec().mamba, get_alloc_page_size(), 2 * verify_block
+    is_alternating = mamba.enable_mamba_extra_buffer and not mamba.enable_mamba_extra_buffer_lazy
+    overlaps = not get_schedule().disable_overlap_schedule
+    if is_alternating and overlaps and tokens > mamba_track_grid(page_size):
+        least = ceil_align(tokens, mamba_checkpoint_grid(page_size))
+        raise ConfigError(
+            "--mamba-track-interval",
+            mamba.mamba_track_interval,
+            f"{least} or more is required for blocks of {verify_block} tokens: two steps that "
+            "overlap may pass one checkpoint each, and prompts would go on from a state that is "
+            "not theirs. With --mamba-radix-cache-strategy extra_buffer_lazy or "
+            "--disable-overlap-schedule, less is enough",
+        )
 
 
 def replays(requested: str, model_config: Any) -> bool:

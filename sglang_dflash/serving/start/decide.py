@@ -85,7 +85,11 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
         attention=attention,
         recorder=recorder,
         # A prefill server verifies nothing.
-        rollback=(None if role == "prefill" else make_rollback(options.recurrent_rollback, runner)),
+        rollback=(
+            None
+            if role == "prefill"
+            else make_rollback(options.recurrent_rollback, runner, options.verify_block)
+        ),
         is_checked=ours.self_check == "on",
         extension=extension,
         load_seconds=load_seconds,
