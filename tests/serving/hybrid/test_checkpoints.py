@@ -14,7 +14,7 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 )
 
 from sglang_dflash.serving.hybrid import rollback
-from sglang_dflash.serving.hybrid.rollback import check_checkpoints
+from sglang_dflash.serving.hybrid.rollback import check_checkpoints, make_rollback
 from tests.errors import refused
 
 GRID = 64
@@ -101,6 +101,18 @@ def test_blocks_that_reach_over_two_checkpoints_are_refused(resolved: dict[str, 
     check_checkpoints(GRID)
     with refused("--mamba-track-interval", 128, "192 or more"):
         check_checkpoints(GRID + 1)
+
+
+@pytest.mark.usefixtures("resolved")
+def test_a_target_without_recurrent_layers_has_no_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = SimpleNamespace(model_config=None)
+    monkeypatch.setattr(rollback, "mambaish_config", lambda _: None)
+    assert make_rollback("auto", runner, GRID) is None
+    monkeypatch.setattr(rollback, "mambaish_config", lambda _: object())
+    with refused("--mamba-track-interval"):
+        make_rollback("auto", runner, GRID)
 
 
 @pytest.mark.parametrize(
