@@ -19,6 +19,11 @@ _MOST_GIB, _MOST_REQUESTS, _MOST_TOKENS = 2**40, 2**20, 2**31 - 1
 _WIDTHS = ("adaptive", "fixed")
 
 
+def _kv_dtype(text: str) -> str:
+    """A dtype of K/V, also as servers spell it."""
+    return {"bf16": "bfloat16"}.get(text, text)
+
+
 @dataclass(frozen=True)
 class Serving:
     """The settings under which the pair would be served. A GiB is 2**30 bytes.
@@ -57,9 +62,10 @@ class Serving:
         None,
         "target KV (default: bfloat16, or fp8_e4m3 if its config asks for it)",
         choices=list(KV_DTYPES),
+        type=_kv_dtype,
     )
     draft_kv_dtype: str | None = setting(
-        None, "draft KV (default: the target's)", choices=list(KV_DTYPES)
+        None, "draft KV (default: the target's)", choices=list(KV_DTYPES), type=_kv_dtype
     )
     width: str = setting(
         "fixed",

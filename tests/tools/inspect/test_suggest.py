@@ -131,6 +131,7 @@ def test_inspect_reads_the_flags_of_servers(capsys: pytest.CaptureFixture[str]) 
     pair = ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", "--offline", "--context", "32768")
     for ours, server in (
         ("--kv-dtype fp8_e4m3", "--kv-cache-dtype fp8_e4m3"),
+        ("--draft-kv-dtype bfloat16", "--speculative-draft-kv-cache-dtype bf16"),
         ("--window 2048", "--speculative-draft-window-size 2048"),
         ("--block-size 8 --mem-fraction 0.8", "--speculative-num-draft-tokens 8 "
          "--mem-fraction-static 0.8"),
