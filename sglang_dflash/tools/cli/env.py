@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     if version("sglang") is not None:
         print("loading SGLang and its plugins ...", file=sys.stderr)
         sglang_platform, problem = load_plugins()
-    worker, reason = _worker(problem)
+    worker, reason = _worker(problem, sglang_platform)
     packages = ("sglang-dflash", "sglang", "torch", "triton", "transformers", "huggingface_hub")
     report = {
         "worker": worker,
@@ -51,10 +51,12 @@ def run(args: argparse.Namespace) -> None:
     print(json.dumps(report) if args.json else as_text(report))
 
 
-def _worker(problem: str | None) -> tuple[str, str]:
+def _worker(problem: str | None, sglang_platform: Any) -> tuple[str, str]:
     """Return the worker that this installation takes for a pair that ours can serve, and why.
 
-    `problem`: the reason why a server would end at start, or None.
+    Args:
+        problem: the reason why a server would end at start, or None.
+        sglang_platform: SGLang's platform object; None if it is not known.
     """
     mismatch = unsupported()
     if version("sglang") is None:
@@ -68,7 +70,21 @@ def _worker(problem: str | None) -> tuple[str, str]:
             "our plugin dflash is not loaded: SGLANG_PLUGINS or SGLANG_PLATFORM leaves it out, or "
             "it is not registered; then install the package again"
         )  # fmt: skip
+    if sglang_platform is not None and not _can_draft(sglang_platform):
+        return "none", (
+            "a server with a draft ends at start: there is no accelerator, and our plugin "
+            "dflash_cpu is not loaded: SGLANG_PLUGINS, SGLANG_PLATFORM or "
+            "SGLANG_USE_CPU_ENGINE=1 leaves it out"
+        )
     return OURS, "installed and loaded; `sglang-dflash inspect TARGET DRAFT` tells of a pair"
+
+
+def _can_draft(sglang_platform: Any) -> bool:
+    """Return whether SGLang serves drafts there. Without an accelerator its own platform does
+    not."""
+    import torch
+
+    return torch.accelerator.is_available() or sglang_platform.is_out_of_tree()
 
 
 def as_text(report: Mapping[str, Any]) -> str:

@@ -8,7 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from sglang.srt.platforms.interface import SRTPlatform
 
+from sglang_dflash.plugins.platform_cpu.platform import PlainCpuPlatform
+from sglang_dflash.serving.metrics.server_info import OURS
 from sglang_dflash.tools import cli
 from sglang_dflash.tools.cli import env
 from tests.patches.test_tables import TABLES
@@ -76,6 +80,25 @@ def test_a_plugin_that_is_left_out_and_a_server_that_would_end(
     assert worker == env.SGLANG_WORKER and reason.startswith("our plugin dflash is not loaded")
     monkeypatch.setattr(env, "load_plugins", lambda: (None, "cannot apply the patch x"))
     assert reported(capsys) == ("none", "a server ends at start: cannot apply the patch x")
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "ours", "worker"),
+    [(False, False, "none"), (False, True, OURS), (True, False, OURS)],
+)
+def test_without_a_gpu_the_cpu_plugin_is_needed(
+    accelerator: bool,
+    ours: bool,
+    worker: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang's own platform refuses a draft on a CPU."""
+    platform = PlainCpuPlatform() if ours else SRTPlatform()
+    monkeypatch.setattr(env, "load_plugins", lambda: (platform, None))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
+    found, reason = reported(capsys)
+    assert found == worker and ("dflash_cpu is not loaded" in reason) == (worker == "none")
 
 
 def test_every_change_is_listed_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
