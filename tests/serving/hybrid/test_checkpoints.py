@@ -21,7 +21,7 @@ GRID = 64
 
 
 def context(**mamba: Any) -> Any:
-    """What SGLang resolves: two slots per request, which take turns."""
+    """Settings as SGLang resolves them: two slots per request, which take turns."""
     fields = {"enable_mamba_extra_buffer": True, "enable_mamba_extra_buffer_lazy": False}
     return lambda: SimpleNamespace(
         mamba=SimpleNamespace(**{**fields, "mamba_track_interval": GRID, **mamba})
