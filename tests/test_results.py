@@ -23,7 +23,7 @@ CLAIMS = (
      r"(\S+)x\), (\S+)x to (\S+)x of plain", "bench_smollm2_h200",
      "over_builtin_geometric_mean over_builtin.edits_8 "
      "over_builtin.code_8 over_plain.chat_32 over_plain.code_1"),
-    (r"32 requests: \*\*(\S+)\*\* with .*, (\S+) without; SGLang's worker (\d+), no draft 1",
+    (r"32 requests: \*\*(\S+)\*\* with .*, (\S+) without; SGLang's worker (\d+) \(9",
      "gpu_servers_27b_defaults_h200",
      "servers.adaptive.levels.32.tokens_per_second servers.dflash.levels.32.tokens_per_second "
      "servers.builtin.levels.32.tokens_per_second"),
@@ -32,14 +32,12 @@ CLAIMS = (
      "target_kv_tokens_cpu", "share_of_plain.builtin share_of_plain.bounded"),
     (r"\| (\S+)x \| `sglang-dflash bench --target TARGET --base-url plain=URL` \|",
      "bench_smollm2_h200", "over_builtin_geometric_mean"),
-    (r"SGLang's worker, (\d+) at once: (\d+); no draft, [a-z ]+: \S+\) "
+    (r"SGLang's worker, (\d+) at once: (\d+); no draft, [A-Za-z ]+: \S+\) "
      r"\| (\S+) \| `python -m experiments gpu_servers --target Qwen/Qwen3\.5-27B`",
      "gpu_servers_27b_defaults_h200",
      "servers.builtin.running_requests servers.builtin.levels.32.tokens_per_second "
      "servers.adaptive.levels.32.tokens_per_second"),
-    (r"no draft (\S+)\. - \[Two", "gpu_servers_27b_h200",
-     "servers.ar.levels.32.tokens_per_second"),
-    (r"no draft, a day earlier: (\S+)\)", "gpu_servers_27b_h200",
+    (r"no draft, without FlashInfer and prefill graphs: (\S+)\)", "gpu_servers_27b_h200",
      "servers.ar.levels.32.tokens_per_second"),
 )  # fmt: skip
 

@@ -285,10 +285,12 @@ class AdaptiveWidth(WidthPolicy):
         batch_size = len(rids) + undrafted
         survivors = (len(rids) * survival for survival in self._survival.probabilities)
         tokens = list(accumulate(survivors, initial=float(batch_size)))
+        # The last tokens of an answer say nothing of the steps to come.
+        lasting = max(self.widths, key=lambda width: tokens[width - 1] / seconds[width])
+        if lasting != self._best_width:
+            self._best_width, self._pause_factor = lasting, 1.0
         rate = {width: tokens[min(width, most) - 1] / seconds[width] for width in self.widths}
         best = max(rate, key=rate.__getitem__)
-        if best != self._best_width:
-            self._best_width, self._pause_factor = best, 1.0
         still_running = self._last_rids.intersection(rids)
         if self._last_rids and 2 * len(still_running) < len(rids):
             self._last_rids, self._pause_factor = frozenset(), 1.0

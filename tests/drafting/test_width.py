@@ -313,6 +313,15 @@ def test_widths_begin_at_one_and_ascend(widths: tuple[int, ...]) -> None:
         AdaptiveWidth(widths)
 
 
+def test_the_end_of_an_answer_does_not_change_the_best_width() -> None:
+    """It did, so that `width_now` and doctor named the width of an answer's last tokens."""
+    policy = AdaptiveWidth(WIDTHS)
+    simulate(policy, Trace(always(0.98)), steps=500)
+    best = policy.report()["width_now"]
+    assert best == WIDTHS[-1]
+    assert policy.choose(["r"], 500, 2) < best == policy.report()["width_now"]
+
+
 def test_what_is_reported() -> None:
     policy = AdaptiveWidth(WIDTHS)
     simulate(policy, Trace(always(0.1), running=3), steps=500)

@@ -65,7 +65,7 @@ class Serving:
         type=_kv_dtype,
     )
     draft_kv_dtype: str | None = setting(
-        None, "draft KV (default: the target's)", choices=list(KV_DTYPES), type=_kv_dtype
+        None, "draft KV (default: --kv-dtype)", choices=list(KV_DTYPES), type=_kv_dtype
     )
     width: str = setting(
         "fixed",
