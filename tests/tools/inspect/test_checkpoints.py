@@ -98,7 +98,7 @@ def test_a_quantized_draft_counts_as_it_is_served(
 def test_kv_has_the_dtype_that_the_targets_files_ask_for(
     capsys: pytest.CaptureFixture[str], target: Path
 ) -> None:
-    """As on a server, where draft K/V stays in 16 bits."""
+    """`inspect` counts the target's K/V in 8 bits and draft K/V in 16, as a server keeps them."""
     pair = str(target), str(PAIR.draft)
     flags = ["--kv-dtype", "fp8_e4m3", "--draft-kv-dtype", "bfloat16"]
     plain, in_8_bits = inspected(capsys, *pair), inspected(capsys, *pair, *flags)
