@@ -20,7 +20,7 @@ CLAIMS = (
     (r"chats (\S+)x, code (\S+)x, edits (\S+)x", "demo_smollm2_cpu",
      "speedup_by_task.chat speedup_by_task.code speedup_by_task.edits"),
     (r"our draft: \*\*(\S+)x SGLang's worker\*\* \(mean of nine greedy workloads, (\S+)x to "
-     r"(\S+)x\), (\S+)x to (\S+)x of plain", "bench_smollm2_h200",
+     r"(\S+)x\)\. Of plain decoding: (\S+)x to (\S+)x,", "bench_smollm2_h200",
      "over_builtin_geometric_mean over_builtin.edits_8 "
      "over_builtin.code_8 over_plain.chat_32 over_plain.code_1"),
     (r"32 requests: \*\*(\S+)\*\* with .*, (\S+) without; SGLang's worker (\d+) \(9",
@@ -32,12 +32,12 @@ CLAIMS = (
      "target_kv_tokens_cpu", "share_of_plain.builtin share_of_plain.bounded"),
     (r"\| (\S+)x \| `sglang-dflash bench --target TARGET --base-url plain=URL` \|",
      "bench_smollm2_h200", "over_builtin_geometric_mean"),
-    (r"SGLang's worker, (\d+) at once: (\d+); no draft, [A-Za-z ]+: \S+\) "
+    (r"SGLang's worker, (\d+) at once: (\d+)\) "
      r"\| (\S+) \| `python -m experiments gpu_servers --target Qwen/Qwen3\.5-27B`",
      "gpu_servers_27b_defaults_h200",
      "servers.builtin.running_requests servers.builtin.levels.32.tokens_per_second "
      "servers.adaptive.levels.32.tokens_per_second"),
-    (r"no draft, without FlashInfer and prefill graphs: (\S+)\)", "gpu_servers_27b_h200",
+    (r"no draft (\S+) \(the only run without FlashInfer", "gpu_servers_27b_h200",
      "servers.ar.levels.32.tokens_per_second"),
 )  # fmt: skip
 

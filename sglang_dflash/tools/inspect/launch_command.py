@@ -64,7 +64,7 @@ def spellings(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 # A value of a server -> that of `inspect`.
-_VALUES = {"bf16": "bfloat16", "torch_native": "torch"}
+_VALUES = {"torch_native": "torch"}
 # They change the figures, and are not part of the arithmetic.
 NOT_RECKONED = (
     "device", "dtype", "json_model_override_args", "load_format",

@@ -100,7 +100,8 @@ def _command(command: str) -> list[str]:
 
 def _comparison(report: Mapping[str, Any], suggested: Mapping[str, Any] | None) -> list[str]:
     """KV tokens and requests at a time as served, with SGLang's worker and without a draft."""
-    servers = [each for each in _COMPARED if report["worker"] != BUILTIN or "worker" not in each]
+    is_builtin = report["worker"] == BUILTIN
+    servers = [each for each in _COMPARED if not is_builtin or _COMPARED[each] != "_builtin"]
 
     def row(fact: str) -> list[int]:
         return [report[f"{fact}{_COMPARED[server]}"] for server in servers]

@@ -261,7 +261,8 @@ def test_sglangs_penalty_fails_for_stop_tokens_outside_the_vocabulary() -> None:
             for each in params
         ]
         batch = SimpleNamespace(reqs=lambda: requests, device="cpu", vocab_size=VOCAB)
-        BatchedMinNewTokensPenalizer._prepare(SimpleNamespace(orchestrator=batch))  # type: ignore[arg-type]
+        penalizer: Any = SimpleNamespace(orchestrator=batch)
+        BatchedMinNewTokensPenalizer._prepare(penalizer)
 
     waits = SamplingParams(min_new_tokens=2)
     penalty(waits, SamplingParams(stop_token_ids={7}))

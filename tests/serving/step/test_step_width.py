@@ -91,7 +91,7 @@ def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:
 
 
 def test_the_pause_before_requests_of_another_server_is_no_step(clock: list[float]) -> None:
-    """A decode server prefills nothing: a step would seem to take as long as nobody asked."""
+    """A decode server runs no prefill that would stop the clock before an idle minute ends."""
     clock += [1.0, 61.0, 61.5]
     policy = Scripted([4, 4, 4])
     worker = worker_of(widths=widths_of(policy))
