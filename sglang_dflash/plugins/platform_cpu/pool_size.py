@@ -19,6 +19,9 @@ logger = Log(__name__)
 GIB = 1 << 30
 # The least memory for pools; enough for some ten thousand tokens of a tiny model.
 LEAST_BYTES = 256 << 20
+# The least fraction of free memory for weights and pools. SGLang leaves 1.5 MiB of a GPU for the
+# activations of each token of a prefill: of --max-prefill-tokens, 24 GiB, without chunked prefill.
+LEAST_FRACTION = 0.5
 
 
 def profile_available_bytes(original: Any, configurator: Any, pre_model_load_memory: float) -> int:
@@ -80,7 +83,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def _sglangs_share(configurator: Any, pre_model_load_memory: float) -> float:
-    """GiB that SGLang would give the pools."""
+    """GiB that SGLang would give the pools, and at least `LEAST_FRACTION` less the weights."""
     from sglang.srt.runtime_context import get_parallel, get_schedule
     from sglang.srt.utils.common import get_available_gpu_memory
 
@@ -91,7 +94,8 @@ def _sglangs_share(configurator: Any, pre_model_load_memory: float) -> float:
         distributed=get_parallel().launch_world_size > 1,
         cpu_group=get_parallel().world_group.cpu_group,
     )
-    return available - pre_model_load_memory * (1 - get_schedule().mem_fraction_static)
+    fraction = max(get_schedule().mem_fraction_static, LEAST_FRACTION)
+    return available - pre_model_load_memory * (1 - fraction)
 
 
 def _state_gib(configurator: Any, memory: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,15 @@ def test_recurrent_states_come_out_of_the_same_memory() -> None:
         ValueError, match=r"states take 3.00 GiB .* of the 2.00 GiB .*--max-running"
     ):
         sized(2, {}, state_gib=3)
+
+
+def test_a_reserve_for_a_gpus_activations_does_not_take_a_small_machines_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule = SimpleNamespace(mem_fraction_static=-0.049)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: schedule)
+    assert sized(0.001, {}) == LEAST_BYTES
+    assert sized(30, {}) == 10 * GIB
 
 
 def test_too_little_memory_is_sglangs_error() -> None:
