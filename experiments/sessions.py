@@ -96,7 +96,7 @@ text { font-family: system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans
 
 def picture(counts: Mapping[str, int]) -> str:
     """Bars of one target and card, as SVG for light and dark pages."""
-    title = f"64k sessions of {SHOWN.split('/')[1]} on one H200"
+    title = f"Sessions of 65,536 tokens of {SHOWN.split('/')[1]} on one H200"
     spoken = ", ".join(f"{words} {counts[name]}" for name, words in _BARS.items())
     parts = [f'<text class="title" x="16" y="32">{title}</text>']
     for number, (name, words) in enumerate(_BARS.items()):

@@ -49,7 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--device",
         type=torch.device,
         default=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        help="cuda or cpu",
+        help="cuda or cpu (default: cuda if there is a GPU)",
     )
     add("--only", choices=STAGES, help="the only stage to run")
     add("--shards", type=int, default=10, help="of the text (default: %(default)s)")

@@ -28,7 +28,10 @@ from sglang_dflash.serving.metrics.step_times import StepTimes
 # Meanings of several rows.
 _BLOCKS = "tokens per block, served and trained"
 _REACH = "committed tokens that the draft reads: the last ones, and the first of a request"
-_CONTEXTS = "tokens of a request that the server takes, and that the draft was made for"
+_CONTEXTS = (
+    "context length as configured (the log says at start if the KV pool holds less), and that the "
+    "draft was made for"
+)
 _OPERATIONS = "the draft attention backend, and the class with the drafter's other operations"
 _HEAD = "bytes of DFlash2's parts that a proposal reads on a rank, once and for each request"
 _ROLLBACK = (

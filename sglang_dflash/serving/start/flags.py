@@ -101,13 +101,13 @@ class ServerFlags:
     lookup: str = _flag(
         "auto",
         "`on`: drafts are also looked up in the request's own text, for answers that repeat parts "
-        "of it, such as edits and quotes ([lookup](lookup.md)). `auto`: on a CPU only",
+        "of it, such as edits and quotes ([lookup](lookup.md)). `auto`: `on` on a CPU, else `off`",
         choices=("auto", "on", "off"),
     )
     self_check: str = _flag(
         "on",
-        "at start-up, compares kernels and graphs of the drafter with torch; if one differs, the "
-        "server does not start",
+        "at start-up, `on` compares kernels and graphs of the drafter with torch; if one differs, "
+        "the server does not start. `off` does not compare",
         choices=("on", "off"),
     )
     extension: str | None = _flag(

@@ -55,9 +55,9 @@ def capped(memory: Mapping[str, Any], max_running: int) -> list[str]:
     if running == max_running:
         return []
     return [
-        f"--max-running-requests {max_running}: SGLang runs {running} at a time, for it keeps "
-        f"{slots} recurrent states (--mamba-full-memory-ratio 0.9); --max-mamba-cache-size gives "
-        "another number of them"
+        f"--max-running-requests {max_running}: {running} run at a time with this worker, for "
+        f"the server keeps {slots} recurrent states (--mamba-full-memory-ratio 0.9); "
+        "--max-mamba-cache-size gives another number of them"
     ]
 
 

@@ -90,7 +90,7 @@ def test_qwen35_27b_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert (left + step) * 0.9 / 1.9 > states == 51 * report["recurrent_state_bytes"]
     assert report["running_requests"] == report["recurrent_slots"] // 5 == 10
     assert report["running_requests_builtin"] == 1
-    assert any("runs 10 at a time" in warning for warning in report["warnings"])
+    assert any("48: 10 run at a time with this worker" in warning for warning in report["warnings"])
     # Most of it are logits: 15 drafts of 48 requests over 248,320 tokens.
     assert 48 * 15 * 248_320 * 2 < step < 0.6 * GIB
     (group,) = report["draft_kv_groups"]
