@@ -217,6 +217,11 @@ _BAND = {"low_freq_factor": 4.0, "high_freq_factor": 8.0}
 LLAMA3 = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, **_BAND}}
 BESIDE: list[tuple[Mapping[str, Any], str, list[Any]]] = [
     (SLIDING, "sliding_window", ["512", None]),
+    (
+        {"use_sliding_window": True, "sliding_window": 512},
+        "max_window_layers",
+        ["28", 1.5, [1], {}],
+    ),
     (LINEAR, "rope_scaling.factor", ["2", 0, -8.0, True, _NAN, 1e-300]),
     (YARN, "rope_scaling.factor", [None]),
     (YARN, "rope_scaling.original_max_position_embeddings", [0]),

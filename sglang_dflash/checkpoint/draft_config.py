@@ -375,7 +375,7 @@ def _layer_kinds(fields: Fields, depth: int) -> tuple[str, ...]:
         return kinds
     first = depth
     if fields.flag("use_sliding_window", default=False):
-        first = min(max(fields.get("max_window_layers", 28), 0), depth)
+        first = min(max(fields.integer("max_window_layers", default=28), 0), depth)
     return ("full_attention",) * first + ("sliding_attention",) * (depth - first)
 
 

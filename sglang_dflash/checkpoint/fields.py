@@ -108,6 +108,13 @@ class Fields:
             raise self.error(name, f"an integer from 1 to {most}")
         return value
 
+    def integer(self, name: str, default: int) -> int:
+        """An integer of any sign. Raises ConfigError."""
+        value = self.get(name, default)
+        if not is_int(value):
+            raise self.error(name, "an integer")
+        return value
+
     def token_id(self, name: str) -> int:
         """An integer of at least 0. Raises ConfigError."""
         value = self.get(name)

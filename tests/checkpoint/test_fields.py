@@ -43,6 +43,7 @@ READERS: dict[str, tuple[Callable[[Fields], Any], Any, list[Any], str]] = {
         [0, -0.5, True, float("nan"), float("inf"), "0.5"],
         "positive number",
     ),
+    "integer": (lambda f: f.integer("x", 28), -1, ["28", 2.5, True, [28]], "an integer"),
     "token_id": (lambda f: f.token_id("x"), 0, [-1, False, 0.0, "0"], "token id"),
     "flag": (lambda f: f.flag("x", default=False), True, [0, 1, "yes"], "true or false"),
     "layer_ids": (
