@@ -23,7 +23,7 @@ _FIELDS = ("quant_method", "format", "quant_algo")
 def quantization_section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the section of a parsed config.json that tells how weights are stored, of the model or
     of its language model; empty if they are plain."""
-    models = raw, raw.get("text_config") or {}
+    models = [model for model in (raw, raw.get("text_config")) if isinstance(model, Mapping)]
     sections = (model.get(name) for model in models for name in NAMES)
     return next((section for section in sections if isinstance(section, Mapping) and section), {})
 

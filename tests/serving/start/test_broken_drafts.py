@@ -66,11 +66,14 @@ def test_all_refuse_a_broken_draft_with_the_same_line(
 def test_a_server_asks_sglang_whether_it_can_read_the_rest(
     path: str, resolve: Callable[..., Any], tmp_path: Path
 ) -> None:
+    """`inspect` does so for a draft of SGLang's worker, and reports others."""
     for number, value in enumerate(ONLY_SGLANG[path]):
         draft = invalid(path, value, {}).make(tmp_path / str(number))
         with pytest.raises(ConfigError, match="SGLang or Transformers cannot read it") as refused:
             resolve(server_flags(draft=draft))
         assert "\n" not in str(refused.value) and len(str(refused.value)) < LONGEST
+        is_refused = path.startswith("quantization_config")
+        assert cli.main(["inspect", TARGET, str(draft), "--offline"]) == is_refused
 
 
 def test_the_table_breaks_drafts_that_are_served_otherwise(
