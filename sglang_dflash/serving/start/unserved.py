@@ -8,7 +8,6 @@ SGLang here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -38,10 +37,6 @@ class Unserved(NamedTuple):
     instead: str
     in_docs: str = ""
     note: str = ""
-
-    @property
-    def flags(self) -> list[str]:
-        return re.findall(r"--[a-z-]+", self.setting)
 
 
 def _has(field: str) -> Callable[[Any, str | None], bool]:
