@@ -23,13 +23,18 @@ def setting(default: Any, help: str, **of_argparse: Any) -> Any:
     return field(default=default, metadata={"help": help, **of_argparse})
 
 
+def flag_of(name: str) -> str:
+    """Return the flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
 def spelled(names: Iterable[str], **others: str) -> dict[str, str]:
     """Setting -> its flag.
 
     Args:
         others: setting -> its flags, if they have other names or more of them than one.
     """
-    return {name: f"--{name.replace('_', '-')}" for name in names} | others
+    return {name: flag_of(name) for name in names} | others
 
 
 def add_flags(

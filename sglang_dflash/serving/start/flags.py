@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sglang_dflash.checkpoint.hub import check_path
-from sglang_dflash.common.command_line import end_in_one_line
+from sglang_dflash.common.command_line import end_in_one_line, flag_of
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.common.log import Log
 from sglang_dflash.common.markdown import plain
@@ -134,13 +134,9 @@ def _given(server_args: Any) -> dict[str, Any]:
     return getattr(server_args, ATTRIBUTE, {})
 
 
-def _typed(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 # Setting -> its flag.
 TYPED = {
-    **{each.name: _typed(PREFIX + each.name) for each in fields(ServerFlags)},
+    **{each.name: flag_of(PREFIX + each.name) for each in fields(ServerFlags)},
     "target": "--model-path",
     "draft": "--speculative-draft-model-path",
     "port": "--port",
@@ -157,8 +153,8 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     _add_ours(parser)
     actions = parser._option_string_actions
     for alias, name in ALIASES.items():
-        action = actions[_typed(alias)] = actions[_typed(name)]
-        action.option_strings = [*action.option_strings, _typed(alias)]
+        action = actions[flag_of(alias)] = actions[flag_of(name)]
+        action.option_strings = [*action.option_strings, flag_of(alias)]
     actions[ALGORITHM_FLAG].type = _algorithm
     parser.error = functools.partial(  # type: ignore[method-assign]
         end_in_one_line, parser, removed=REMOVED
@@ -169,7 +165,7 @@ def _add_ours(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sglang-dflash")
     for row in fields(ServerFlags):
         keywords = row.metadata["argparse"]
-        group.add_argument(_typed(PREFIX + row.name), default=argparse.SUPPRESS, **keywords)
+        group.add_argument(flag_of(PREFIX + row.name), default=argparse.SUPPRESS, **keywords)
 
 
 def print_help() -> None:
@@ -179,7 +175,7 @@ def print_help() -> None:
 
     if FLAGS not in load_plugins_by_group(GENERAL_PLUGINS_GROUP):
         return
-    spellings = ", ".join(f"{_typed(alias)} is {_typed(name)}" for alias, name in ALIASES.items())
+    spellings = ", ".join(f"{flag_of(alias)} is {flag_of(name)}" for alias, name in ALIASES.items())
     notes = (
         f"Other spellings: {spellings}. With this package's worker a DFLASH draft honors "
         f"{TYPED['sinks']}."
@@ -251,7 +247,7 @@ def _attach(server_args: Any, values: dict[str, Any]) -> Any:
         choices = row.metadata["argparse"].get("choices")
         value = values.get(PREFIX + row.name, row.default)
         if choices is not None and value not in choices:
-            flag = _typed(PREFIX + row.name)
+            flag = flag_of(PREFIX + row.name)
             raise ConfigError(flag, value, f"choose one of {', '.join(choices)}")
     setattr(server_args, ATTRIBUTE, values)
     return server_args
@@ -270,7 +266,7 @@ def warn_unguarded(tokenizer_workers: int) -> None:
 
 def warn_without_effect(server_args: Any, reason: str) -> None:
     """Log one line if flags of our worker are given to a server that it does not serve."""
-    lost = [_typed(name) for name in _given(server_args) if name != PREFIX + "worker"]
+    lost = [flag_of(name) for name in _given(server_args) if name != PREFIX + "worker"]
     if lost:
         logger.warning("%s: no effect %s", ", ".join(lost), reason)
 
@@ -278,7 +274,7 @@ def warn_without_effect(server_args: Any, reason: str) -> None:
 def warn_ignored(server_args: Any) -> None:
     """Log a line for SGLang's flags that our worker does not read, if any has not its default."""
     changed = {
-        _typed(row.name): value
+        flag_of(row.name): value
         for row in msgspec.structs.fields(type(server_args))
         if (value := getattr(server_args, row.name)) != row.default
     }

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_dflash.checkpoint.hub import checkpoint
+from sglang_dflash.common.command_line import flag_of
 from sglang_dflash.common.errors import ConfigError, shown
 
 BLOCK_FLAG = "--speculative-num-draft-tokens"
@@ -31,7 +32,7 @@ def refuse_switches(settings: Any) -> None:
     """Raise ConfigError if one of `REFUSED_SWITCHES` is on."""
     for name, why in REFUSED_SWITCHES.items():
         if getattr(settings, name):
-            raise ConfigError(f"--{name.replace('_', '-')}", True, f"leave it out: {why}")
+            raise ConfigError(flag_of(name), True, f"leave it out: {why}")
 
 
 def refuse_trusted(settings: Any) -> None:

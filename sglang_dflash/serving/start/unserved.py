@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from sglang_dflash.common.command_line import flag_of
+
 # Asks for SGLang's own worker.
 BUILTIN_FLAG = "--speculative-dflash-worker builtin"
 # SGLang 0.5.23's names of draft attention backends that have no counterpart here.
@@ -122,7 +124,7 @@ UNSERVED = (
     ),
     *(
         Unserved(
-            "--" + field.replace("_", "-"), _has(field),
+            flag_of(field), _has(field),
             "it puts K/V into slots without telling our worker; drafts would read what was there",
             "`--enable-hierarchical-cache`",
         )
