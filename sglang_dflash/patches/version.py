@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from sglang_dflash.common.log import Log
+from sglang_dflash.common.machine import version
 
 logger = Log(__name__)
 
@@ -18,9 +19,8 @@ def needed() -> str:
 
 def unsupported() -> str | None:
     """Return why our plugins do nothing with the installed SGLang, or None."""
-    try:
-        installed = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
+    installed = version("sglang")
+    if installed is None:
         return "sglang is not installed"
     if needed() == f"sglang=={installed}":
         return None
