@@ -10,6 +10,7 @@ still the same tokens' then.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -59,7 +60,7 @@ class HostTier:
         """`groups`: with tags; `carried`: requests that run at a time, at most; `sends`: whether
         draft K/V goes on to another server, from the slots as they are."""
         # Narrow windows come first: their copies are short, and need not wait for a long one.
-        self._groups = sorted(groups, key=_tokens_seen)
+        self._groups = sorted(groups, key=lambda group: group.reach.of(sys.maxsize))
         self._carried, self._sends = carried, sends
         tags = groups[0].cache.tags
         if tags is None:
@@ -220,11 +221,6 @@ class HostTier:
 
     def _fair_share(self, group: KVGroup) -> int | None:
         return group.fair_share(1, self._carried) if group.reach.is_bounded else None
-
-
-def _tokens_seen(group: KVGroup) -> float:
-    """Most context tokens that a draft's layers of the group see."""
-    return inf if group.reach.tokens is None else group.reach.tokens + group.reach.sinks
 
 
 def _one_ahead(begun: Iterator[T]) -> Iterator[T]:
