@@ -140,8 +140,9 @@ def store_(cache: Tensor, entries: Tensor, kv: Tensor) -> None:
     """
     limit = min(torch.finfo(dtype).max for dtype in (kv.dtype, cache.dtype))
     stored = kv.nan_to_num(0.0).clamp_(-limit, limit).to(cache.dtype)
-    if cache.dtype.itemsize > 1:
-        cache[entries] = stored
-    else:
-        # Not every device can index 8-bit floats.
-        cache.view(torch.uint8)[entries] = stored.view(torch.uint8)
+    indexable(cache)[entries] = indexable(stored)
+
+
+def indexable(kv: Tensor) -> Tensor:
+    """Return 8-bit floats as bytes, which every device can index; other K/V as it is."""
+    return kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv

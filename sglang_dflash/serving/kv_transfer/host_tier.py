@@ -23,6 +23,7 @@ from torch import Tensor
 from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.attention.table import PADDING_SLOT
 from sglang_dflash.drafting.groups import KVGroup
+from sglang_dflash.drafting.kv import indexable
 from sglang_dflash.serving.kv_transfer.staging import NUMBER, Staging, StagingBuffer, page_locked
 
 # Tokens that are copied at a time, at most: device memory beyond what is reserved stays small.
@@ -152,7 +153,7 @@ class HostTier:
 
     def _back_up(self, slots: Tensor, host_slots: Tensor, pool_size: int) -> Iterator[int]:
         if not self._host_kv:
-            self._host_kv = [_empty(_raw(group.cache.kv), pool_size) for group in self._groups]
+            self._host_kv = [_empty(indexable(group.cache.kv), pool_size) for group in self._groups]
         return self._pieces_out(slots, host_slots.cpu(), self._claim(slots))
 
     def _pieces_out(self, slots: Tensor, host_slots: Tensor, generation: int) -> Iterator[int]:
@@ -165,7 +166,7 @@ class HostTier:
             for piece, at in zip(pieces, host_pieces, strict=True):
                 entries, live = group.cache.find(piece)
                 live &= self._generations[piece] == generation
-                rows = _raw(group.cache.kv)[entries]
+                rows = indexable(group.cache.kv)[entries]
                 self._staging.send(rows, live, partial(_store, host_kv, at))
                 yield len(piece)
 
@@ -181,7 +182,7 @@ class HostTier:
             group.cache.forget(slots)
             if self._sends:
                 # Nor be sent: of a token without draft K/V, zeros are.
-                _raw(group.cache.kv)[slots] = 0
+                indexable(group.cache.kv)[slots] = 0
         return self._pieces_in(host_slots.cpu(), slots, generation)
 
     def _pieces_in(self, host_slots: Tensor, slots: Tensor, generation: int) -> Iterator[int]:
@@ -203,7 +204,7 @@ class HostTier:
             # A slot that is another token's by now stays as it is.
             at = torch.where(live, at, PADDING_SLOT)
             entries = group.cache.place(at, live, self._fair_share(group))
-            _raw(group.cache.kv)[entries] = rows
+            indexable(group.cache.kv)[entries] = rows
             if group is self._groups[-1]:
                 self._placed.add_((entries >= 0).sum())
                 self._placed_seen.copy_(self._placed, non_blocking=True)
@@ -250,11 +251,6 @@ def _empty(kv: Tensor, pool_size: int) -> HostKV:
         torch.empty(pool_size, *kv.shape[1:], dtype=kv.dtype),
         torch.zeros(pool_size, dtype=torch.bool),
     )
-
-
-def _raw(kv: Tensor) -> Tensor:
-    """Not every device can index 8-bit floats."""
-    return kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv
 
 
 def _used_here(slots: Tensor) -> None:
