@@ -110,7 +110,6 @@ def fetch_config(role: str, name: str, *, offline: bool = False) -> tuple[Path, 
     """
     import httpx
 
-    check_path(role, name)
     source = "is in the local cache" if offline else "could be fetched from the hub"
     required = f"it is neither a folder here nor a model whose config.json {source}"
     with _hub_errors(role, name, required):

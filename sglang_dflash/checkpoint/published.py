@@ -90,11 +90,10 @@ def look_up(role: str, name: str, *, offline: bool = False) -> ModelFacts:
         return _of_hub_or_shipped(role, shipped(role)[ours], offline)
     if _shipped_name(_OTHER[role], name) is not None:
         raise _swapped(role, name)
+    check_path(role, name)
     try:
         config, online = fetch_config(role, name, offline=offline)
     except ConfigError as error:
-        if "no such folder" in error.required:
-            raise
         required = f"{error.required}; {_suggestion(role, name)}"
         raise ConfigError(error.field, name, required) from error
     return _fetched(role, name, config, online)
