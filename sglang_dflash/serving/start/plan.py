@@ -159,32 +159,6 @@ class Plan:
             narrow=narrow,
         )
 
-    def attention_sizes(
-        self,
-        layer_group: LayerGroup,
-        requests: int,
-        positions: int,
-        scratch: int = 0,
-        holes: bool = True,
-    ) -> AttentionSizes:
-        """Return the sizes that a layer group's attention is made for.
-
-        Args:
-            requests: that attention is made for, at most.
-            positions: of a row of the request-to-token table.
-            scratch, holes: see `AttentionSizes`.
-        """
-        return AttentionSizes(
-            self.options.draft_block,
-            self.device,
-            layer_group.attentions,
-            tp=self.tp,
-            requests=requests,
-            columns=layer_group.reach.of(positions),
-            scratch=scratch,
-            holes=holes,
-        )
-
     def groups(
         self,
         kv_tokens: int,
@@ -212,8 +186,16 @@ class Plan:
             cache = per_slot(target_slots, *of_cache) if entries is None else (
                 RingKVCache(entries, target_slots, *of_cache)
             )  # fmt: skip
-            after = cache.num_entries + 1
-            sizes = self.attention_sizes(layer_group, admitted, positions, after, cache.has_holes)
+            sizes = AttentionSizes(
+                self.options.draft_block,
+                self.device,
+                layer_group.attentions,
+                tp=self.tp,
+                requests=admitted,
+                columns=layer_group.reach.of(positions),
+                scratch=cache.num_entries + 1,
+                holes=cache.has_holes,
+            )
             attention = self.backend.make(self.model.config, sizes)
             groups.append(KVGroup(layer_group, cache, attention))
         return tuple(groups)
