@@ -14,8 +14,12 @@ from torch import Tensor
 from sglang_dflash.checkpoint.quantization import Declared, Quantization, Stored, part
 from sglang_dflash.common.errors import ConfigError
 
-# As safetensors names them; a tensor of another dtype is no code.
-_CODES = {
+# dtypes of a draft's tensors, as safetensors names them.
+STORED_DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
     torch.int32: "I32",
     torch.int8: "I8",
     torch.uint8: "U8",
@@ -36,8 +40,8 @@ def dequantized(
         ConfigError: tensors of a module do not fit each other, or a value is not finite.
     """
     plain = dict(tensors)
-    codes = {name: _CODES.get(tensor.dtype, "") for name, tensor in tensors.items()}
-    for module, way in quantization.modules(codes):
+    dtypes = {name: STORED_DTYPES.get(tensor.dtype, "") for name, tensor in tensors.items()}
+    for module, way in quantization.modules(dtypes):
         format_ = way.format
         parts = {
             name: plain.pop(part(module, name))

@@ -23,7 +23,7 @@ from sglang_dflash.checkpoint.tensors import (
 from sglang_dflash.checkpoint.vocabulary import D2T, T2D, token_ids
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.common.log import Log
-from sglang_dflash.drafting.dequantize import dequantized
+from sglang_dflash.drafting.dequantize import STORED_DTYPES, dequantized
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.packed import PackedLinear, plain_weight
@@ -31,14 +31,6 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 
 logger = Log(__name__)
-
-# dtypes of weights, as safetensors names them.
-DTYPES = {
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:
@@ -160,7 +152,7 @@ def check_new(model: DraftModel, tensors: Mapping[str, Tensor]) -> None:
     Zeros are taken: who sends weights to a running server may want that.
     """
     forms = {
-        name: StoredTensor(DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+        name: StoredTensor(STORED_DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
     check_tensors(model.config, forms, is_part=True)

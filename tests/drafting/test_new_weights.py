@@ -126,7 +126,7 @@ K = "layers.1.self_attn.k_proj.weight"
 WRONG: dict[str, tuple[Any, str]] = {
     "name": (lambda t: {**t, "layers.9.q": t[K]}, r"layers\.9\.q'; no draft of this config"),
     "shape": (lambda t: changed(t, K, lambda w: w[:-1]), rf"{K}.*the config asks for \[32, 32\]"),
-    "dtype": (lambda t: changed(t, K, lambda w: w.int()), rf"{K}.*int32.*BF16, F16"),
+    "dtype": (lambda t: changed(t, K, lambda w: w.int()), rf"{K}.*I32.*BF16, F16"),
     "NaN": (lambda t: changed(t, K, with_nan), rf"{K}.*1 of 1024 values are NaN"),
     "vocabulary": (lambda t: {**t, "d2t": torch.arange(9)}, "d2t of the draft.*another vocab"),
 }
