@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
 from sglang_dflash.checkpoint.draft_config import LayerAttention
+from sglang_dflash.drafting.attention.capabilities import TRITON_HEAD_DIMS
 
-HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
 # Fewer tiles than these are not split further: a split costs its output twice, written and read.
 MIN_TILES = tl.constexpr(4)
 MERGE_ROWS = 8
@@ -270,8 +270,8 @@ def block_attention(
 
 
 def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, old: Tensor, entries: Tensor) -> None:
-    if q.shape[-1] not in HEAD_DIMS:
-        raise ValueError(f"q: head dim {q.shape[-1]}; one of {sorted(HEAD_DIMS)} is served")
+    if q.shape[-1] not in TRITON_HEAD_DIMS:
+        raise ValueError(f"q: head dim {q.shape[-1]}; one of {sorted(TRITON_HEAD_DIMS)} is served")
     named = {"out": out, "q": q, "k": k, "v": v, "old": old, "entries": entries}
     for name, tensor in named.items():
         if tensor.numel() and tensor.stride(-1) != 1:

@@ -115,13 +115,12 @@ class Capabilities:
 
 
 _CUDA = frozenset({"cuda"})
+TRITON_HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
 # Of kernels whose queries and keys are of one dtype, a tensor core's.
 _HALF = frozenset({"bfloat16", "float16"})
 # The preferred ones first.
 CAPABILITIES: Mapping[str, Capabilities] = {
-    "triton": Capabilities(
-        _CUDA, frozenset({16, 32, 64, 128, 256}), capturable=True, workspace=split_bytes
-    ),
+    "triton": Capabilities(_CUDA, TRITON_HEAD_DIMS, capturable=True, workspace=split_bytes),
     "torch": Capabilities(workspace=chunk_bytes),
     "fa3": Capabilities(
         _CUDA, frozenset({64, 128, 256}), capturable=True, scratch=True, kv_dtypes=_HALF

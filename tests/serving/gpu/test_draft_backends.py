@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from dflash_kernels.block_attention import HEAD_DIMS
 from dflash_kernels.draft_ops import TritonOps
 from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -103,10 +102,6 @@ def test_8_bit_draft_kv_by_gpu(
     with refused("--speculative-draft-kv-cache-dtype") as error:
         check_kv_dtype(dtype, CUDA)
     assert "8.9 or later" in error.value.required
-
-
-def test_the_rows_know_their_kernels() -> None:
-    assert ATTENTION["triton"].capabilities.head_dims == HEAD_DIMS
 
 
 def test_operations_by_device() -> None:
