@@ -130,6 +130,11 @@ class DraftModel(nn.Module):
         # Not of a state dict: a checkpoint has integers that give it.
         self.token_ids: Tensor | None
         self.register_buffer("token_ids", None, persistent=False)
+        # By `freeze`: the context projection's weight and bias, and the k_norms, of all layers.
+        self._joined: tuple[Tensor, Tensor | None, Tensor] | None = None
+        # By `pack`: that weight, in place of the plain one.
+        self._packed_context: Packed | None = None
+        self._float16 = False
 
     @property
     def device(self) -> torch.device:
@@ -244,12 +249,7 @@ class DraftModel(nn.Module):
         Weights that change afterwards have no effect on context K/V until `join_again`.
         """
         self.requires_grad_(False).eval()
-        weight, bias = self._context_projection()
-        self._joined = (
-            weight.contiguous(),
-            None if bias is None else bias.contiguous(),
-            self._k_norms().contiguous(),
-        )
+        self._joined = (*self._context_projection(), self._k_norms())
         return self
 
     def join_again(self) -> None:
@@ -278,10 +278,6 @@ class DraftModel(nn.Module):
             self._joined = (weight[:0], bias, self._k_norms())
         self._float16 = float16
         pack_linears(self, float16)
-
-    _float16 = False
-    _packed_context: Packed | None = None
-    _joined: tuple[Tensor, Tensor | None, Tensor] | None = None
 
     def _context_projection(self) -> tuple[Tensor, Tensor | None]:
         """Weight `[L * 2 G D, E]` and bias `[L * 2 G D]` of all layers' K and V projections."""
