@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.checkpoint.fields import Fields, read_json_object
+from sglang_dflash.checkpoint.fields import NEUTRAL, Fields, read_json_object
 from sglang_dflash.checkpoint.heads import architectures, head_keys, speculators_types
 from sglang_dflash.common.errors import ConfigError, shown
 
@@ -65,8 +65,7 @@ FOREIGN: Mapping[str, str] = {
     }.items()
     for name in names.split()
 }
-# Values of such keys that are as good as none: of any, and of scales and gates.
-_NEUTRAL = (None, False, 0, "")
+# Values of scales and gates that are as good as none, too.
 _ALSO_NEUTRAL = dict.fromkeys(("attention_value_scale", "input_embedding_scale"), 1) | {
     "logit_scale": 1,
     "gating": "disabled",
@@ -115,7 +114,7 @@ def check_keys(raw: Mapping[str, Any]) -> None:
     for place in (top, nested):
         for name in place.values:
             feature, value = FOREIGN.get(name), place.get(name)
-            if feature and value not in _NEUTRAL and value != _ALSO_NEUTRAL.get(name):
+            if feature and value not in NEUTRAL and value != _ALSO_NEUTRAL.get(name):
                 raise place.unsupported(name, f"not served here: {feature}")
 
 

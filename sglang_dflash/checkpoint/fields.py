@@ -23,6 +23,8 @@ MOST_WIDTH = 2**18
 READ_BY_SGLANG = (
     "adapter_config.json", "generation_config.json", "head.pt", "hf_quant_config.json",
 )  # fmt: skip
+# Values of a field that are as good as none.
+NEUTRAL = (None, False, 0, "")
 # Published ones are below 100 kB.
 _MOST_BYTES = 2**20
 

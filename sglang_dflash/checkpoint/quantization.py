@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dflash.checkpoint.fields import Fields, is_int, read_json_object
+from sglang_dflash.checkpoint.fields import NEUTRAL, Fields, is_int, read_json_object
 from sglang_dflash.checkpoint.heads import is_table
 
 # The keys of config.json that tell it: that of today, and an early one of compressed-tensors.
 NAMES = ("quantization_config", "compression_config")
-# As good as none.
-_NEUTRAL = (None, False, 0, "")
 
 
 class Declared(NamedTuple):
@@ -155,7 +153,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
     Raises:
         UnsupportedDraft: weights are stored in another way than `FORMATS` has.
     """
-    name = next((name for name in NAMES if fields.get(name) not in _NEUTRAL), None)
+    name = next((name for name in NAMES if fields.get(name) not in NEUTRAL), None)
     if name is None:
         return None
     section = Fields(_object(fields.get(name)), {}, f"{fields.path(name)}.", fields.file)
@@ -184,7 +182,7 @@ def with_quantization(
     """Add what ModelOpt may write beside a config.json, in a file of its own, to the parsed config,
     unless the config itself declares a quantization. Raises ConfigError."""
     file = Path(folder) / "hf_quant_config.json"
-    if any(raw.get(name) not in _NEUTRAL for name in NAMES) or not file.is_file():
+    if any(raw.get(name) not in NEUTRAL for name in NAMES) or not file.is_file():
         return raw
     section = _object(read_json_object(file, f"{role} checkpoint").get("quantization"))
     return {**raw, NAMES[0]: section} if section.get("quant_algo") else raw
