@@ -71,9 +71,10 @@ def draft_folder(
         )
 
 
-def checkpoint(model: str) -> str:
-    """The checkpoint that a hub name or a path stands for, the same for all its spellings: of the
-    hub a repository, whatever the revision, also by a path into a cache; else a real path."""
+def checkpoint_id(model: str) -> str:
+    """Return what tells a checkpoint from others, the same for all spellings of its hub name or
+    path: of the hub the repository, whatever the revision, also by a path into a cache; else the
+    real path."""
     if not exists(model):
         return f"models--{model.replace('/', '--')}"
     path = Path(model).resolve()

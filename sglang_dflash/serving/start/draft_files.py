@@ -17,10 +17,10 @@ from transformers import AutoConfig
 
 from sglang_dflash.checkpoint.draft_keys import auto_maps, check_code, flat
 from sglang_dflash.checkpoint.fields import read_json_object
-from sglang_dflash.checkpoint.hub import cached_config, checkpoint, draft_folder
+from sglang_dflash.checkpoint.hub import cached_config, checkpoint_id, draft_folder
 from sglang_dflash.common.errors import ConfigError, cut, shown
 
-# The `checkpoint` of this server's draft. An environment variable, as the scheduler's processes
+# The `checkpoint_id` of this server's draft. An environment variable, as the scheduler's processes
 # read the draft's config before they have our settings.
 DRAFT = "SGLANG_DFLASH_UNTRUSTED_DRAFT"
 # SGLang's variable that lets --context-length be more than a model's config says.
@@ -33,7 +33,7 @@ def distrust(draft: str | None) -> None:
     if draft is None or "\0" in draft:  # No path, and refused as such.
         os.environ.pop(DRAFT, None)
     else:
-        os.environ[DRAFT] = checkpoint(draft)
+        os.environ[DRAFT] = checkpoint_id(draft)
 
 
 def dummy_weights(settings: Any) -> bool:
@@ -59,7 +59,7 @@ def get_config(original: Any, model: Any, *args: Any, **named: Any) -> Any:
     and if a config.json cannot be read, the model that a head.pt names, both with trust. And it
     does not know the layout that the speculators library writes.
     """
-    if checkpoint(str(model)) != os.environ.get(DRAFT):
+    if checkpoint_id(str(model)) != os.environ.get(DRAFT):
         return original(model, *args, **named)
     names = ("trust_remote_code", "revision", "model_override_args", "model_config_parser")
     named = {**dict(zip(names, args, strict=False)), **named}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_dflash.checkpoint.hub import checkpoint
+from sglang_dflash.checkpoint.hub import checkpoint_id
 from sglang_dflash.common.command_line import flag_of
 from sglang_dflash.common.errors import ConfigError, shown
 
@@ -41,11 +41,11 @@ def refuse_trusted(settings: Any) -> None:
     if not settings.trust_remote_code:
         return
     draft = settings.speculative_draft_model_path
-    if checkpoint(settings.model_path) == checkpoint(draft):
+    if checkpoint_id(settings.model_path) == checkpoint_id(draft):
         required = "with --trust-remote-code, not the target's repository: give a folder of its own"
         raise ConfigError("draft", draft, required)
     tokenizer = settings.tokenizer_path
-    if tokenizer is not None and checkpoint(tokenizer) == checkpoint(draft):
+    if tokenizer is not None and checkpoint_id(tokenizer) == checkpoint_id(draft):
         required = "with --trust-remote-code, not the draft's: its code is never run"
         raise ConfigError("--tokenizer-path", tokenizer, required)
 
