@@ -91,9 +91,11 @@ def cached_config(name: str, revision: str | None = None) -> Path | None:
     file = Path(name) / "config.json"
     if not exists(name):
         try:
-            file = Path(try_to_load_from_cache(name, file.name, revision=revision) or "")
+            cached = try_to_load_from_cache(name, file.name, revision=revision)
         except HFValidationError:  # No name of the hub.
             return None
+        # Neither None nor a path: the cache notes that the repository has no such file.
+        file = Path(cached if isinstance(cached, str) else "")
     return file if file.is_file() else None
 
 
@@ -117,7 +119,7 @@ def fetch_config(role: str, name: str, *, offline: bool = False) -> tuple[Path, 
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-        unreachable = "--offline: the hub is not asked"
+        reason = "--offline: the hub is not asked"
         if not offline:
             try:
                 # 5 s for the answer to begin: `hf_hub_download` would retry a connection that fails
@@ -125,13 +127,11 @@ def fetch_config(role: str, name: str, *, offline: bool = False) -> tuple[Path, 
                 get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=5.0)
                 return Path(hf_hub_download(name, "config.json")), True
             except (httpx.TransportError, OfflineModeIsEnabled) as error:
-                unreachable = f"the hub cannot be reached: {error}"
+                reason = f"the hub cannot be reached: {error}, and it is not in the local cache"
         try:
             return Path(hf_hub_download(name, "config.json", local_files_only=True)), False
         except LocalEntryNotFoundError as error:
-            raise OSError(
-                unreachable if offline else f"{unreachable}, and it is not in the local cache"
-            ) from error
+            raise OSError(reason) from error
 
 
 def unreachable(dataset: str) -> str | None:
