@@ -6,7 +6,7 @@ import errno
 import multiprocessing
 import socket
 from collections.abc import Mapping, Sequence
-from os.path import exists
+from os.path import exists, isfile
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def _compare_folders(target: str, draft: str) -> None:
         config = DraftConfig.from_pretrained(draft)
     except UnsupportedDraft:
         return
-    if not (Path(target) / "config.json").is_file():
+    if not isfile(Path(target) / "config.json"):
         return
     try:
         geometry = TargetGeometry.from_pretrained(target)

@@ -103,6 +103,7 @@ def test_a_used_port_is_left_to_the_parser() -> None:
     [
         served(TARGET, DRAFT),
         served("Qwen/Qwen3-8B", "a/b"),
+        pytest.param(served(5000 * "x", DRAFT), id="a name longer than any path"),
         # Plain decoding, and flags of a file.
         ["--model-path", TARGET],
         ["--config", "server.yaml", *DFLASH, "--model-path", TARGET],
