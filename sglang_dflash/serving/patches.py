@@ -155,6 +155,12 @@ WORKER_PATCHES = SAMPLING_PATCHES + patch_rows(
      "step.scheduler:count_kept_tokens",
      "The worker does not learn which steps and tokens of its result a request keeps.",
      "tests/engine/test_counts.py::test_all_accounts_of_the_acceptance_agree"),
+    (Kind.AROUND, "managers.scheduler_components.batch_result_processor"
+     ".SchedulerBatchResultProcessor.process_batch_result_prefill",
+     "step.scheduler:count_mixed_token",
+     "Of an answer that ends in a mixed step, the prefix cache without extra buffers keeps a "
+     "recurrent state that is a token ahead: prompts that go on from it get other answers.",
+     "tests/serving/hybrid/test_checkpoints.py::test_a_mixed_step_ends_a_token_ahead"),
     (Kind.AROUND, "managers.schedule_batch.Req.update_finish_state",
      "step.scheduler:end_at_the_first_reason",
      "Of the reasons to end inside one block, a later one can win: SGLang judges the block's "

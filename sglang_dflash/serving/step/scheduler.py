@@ -89,6 +89,24 @@ def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int =
         request.reasoning_tokens = min(request.reasoning_tokens, tokens_through_stop)
 
 
+def count_mixed_token(original: Any, processor: Any, batch: Any, result: Any) -> None:
+    """Around the scheduler's processing of a prefill result: count the token that a mixed step has
+    computed for a decoding request as committed also if its answer ends there.
+
+    SGLang counts it if the answer goes on. Without extra buffers, the prefix cache takes over the
+    recurrent state of a request that ends, which has read that token.
+    """
+    decoding = [r for r in batch.decoding_reqs or () if not (r.finished() or r.is_retracted)]
+    for request in decoding:
+        request.kv.kv_committed_len += 1
+    try:
+        original(processor, batch, result)
+    finally:
+        for request in decoding:
+            if not request.finished():
+                request.kv.kv_committed_len -= 1
+
+
 def rate_of_proposed(original: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
     """Around `SchedulerMetricsReporter.report_decode_stats`, for the log and /metrics: divide
     accepted drafts by the drafts of the steps' own widths.

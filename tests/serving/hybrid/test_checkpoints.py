@@ -6,8 +6,11 @@ import random
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
+from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.scheduler_components import batch_result_processor
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor as Processor,
@@ -15,7 +18,10 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 
 from sglang_dflash.serving.hybrid import rollback
 from sglang_dflash.serving.hybrid.rollback import check_checkpoints, make_rollback
+from sglang_dflash.serving.step.scheduler import count_mixed_token
 from tests.errors import refused
+from tests.patches.originals import original
+from tests.serving.batches import batch_of, request_of
 
 GRID = 64
 
@@ -128,3 +134,50 @@ def test_other_ways_of_keeping_states_take_any_block(
 ) -> None:
     resolved[part][name] = value
     check_checkpoints(4 * GRID)
+
+
+PREFILL = original(f"{Processor.__module__}.{Processor.__name__}.process_batch_result_prefill")
+
+
+def cached_tokens(monkeypatch: pytest.MonkeyPatch, process: Any, left: int) -> list[int]:
+    """Run a mixed step that decodes one token, of which the answer may have that many. Returns how
+    many tokens the prefix cache takes its state for, one per state, and what is committed then."""
+    kept = list[int]()
+
+    def release(request: Any, _cache: Any, *, checkpoint: bool) -> None:
+        assert checkpoint
+        kept.append(request.owned_kv_len())
+
+    monkeypatch.setattr(batch_result_processor, "release_kv_cache", release)
+    serving = SimpleNamespace(strip_thinking_cache=False)
+    monkeypatch.setattr(schedule_batch, "get_serving", lambda: serving)
+    memory = SimpleNamespace(enable_hisparse=False)
+    monkeypatch.setattr(batch_result_processor, "get_memory", lambda: memory)
+    monkeypatch.setattr(batch_result_processor, "checkpoint_kv_cache", lambda *_: None)
+    prompt = request_of("prompt", prompt=30, max_new_tokens=8)
+    # The newest token has no K/V yet.
+    decoding = request_of("decoding", prompt=20, output=5, max_new_tokens=5 + left)
+    decoding.kv.kv_committed_len = 24
+    for request in (prompt, decoding):
+        request.sampling_params.normalize(None)
+    batch = batch_of(prompt, decoding, decoding_reqs=[decoding])
+    batch.spec_algorithm = SimpleNamespace(is_none=lambda: False)
+    result = MagicMock(
+        copy_done=None, auxiliary_host_output=None, routed_experts_output=None,
+        indexer_topk_output=None, next_token_ids=torch.tensor([7, 8]),
+    )  # fmt: skip
+    processor = MagicMock(is_generation=True)
+    processor._maybe_update_reasoning_tokens = lambda *_: None
+    processor.snapshot_auxiliary_output_starts = lambda *_: None
+    process(processor, batch, result)
+    assert list(decoding.output_ids) == [1] * 5 + [8]
+    return [*kept, decoding.kv.kv_committed_len]
+
+
+def test_a_mixed_step_ends_a_token_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of the request that decodes has read 25 tokens, and so has its K/V."""
+    run = partial(cached_tokens, monkeypatch)
+    ours = partial(count_mixed_token, PREFILL)
+    assert run(PREFILL, left=2) == run(ours, left=2) == [25]
+    assert run(PREFILL, left=1) == [24, 24]
+    assert run(ours, left=1) == [25, 25]
