@@ -181,8 +181,13 @@ def failure_of(error: BaseException, scheduler: Any) -> Failure | None:
 
 
 def frames_of(error: BaseException) -> dict[str, Mapping[str, Any]]:
-    """Return the local variables of each function in the error's traceback, by function name."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    """Return the local variables of each function that the error has left, by function name.
+
+    Not those of the function that has caught it, `run_loop`: its frame lives on, and would keep
+    what it is asked for here: the error, and with it the tensors of the failed step.
+    """
+    left = error.__traceback__ and error.__traceback__.tb_next
+    frames = [frame for frame, _ in traceback.walk_tb(left)]
     return {frame.f_code.co_name: frame.f_locals for frame in frames}
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -228,10 +230,35 @@ def test_a_request_that_cannot_be_queued_is_ended(made: Any) -> None:
         containment.queue_received(control, s, [SimpleNamespace(batch=())])
 
 
+def test_the_memory_of_a_failed_step_is_free_when_the_next_one_begins(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that had too little memory would leave less for those that are tried after it."""
+    monkeypatch.setattr(containment, "unsupported_setting", lambda _: None)
+    monkeypatch.setattr(recovery, "recover", lambda *_: 0)
+    # Pytest keeps what is logged, and with it the error.
+    monkeypatch.setattr(Containment, "_log_failure", lambda *_: None)
+    s: Any = Scheduler()
+    s.device_module = SimpleNamespace(synchronize=lambda: None)
+    made(s)
+    tensors = list[weakref.ref[Any]]()
+
+    def run_batch(batch: Any) -> None:
+        activations = torch.zeros(8)
+        tensors.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError(f"{len(activations)} more")
+
+    def loop(_scheduler: Any) -> None:
+        if not tensors:
+            run_batch(batch(request("a")))
+
+    containment.run_loop(loop, s)
+    assert getattr(s, containment.ATTRIBUTE).steps == len(tensors) == 1
+    assert tensors[0]() is None
+
+
 @pytest.mark.parametrize("kind", ["no request", "a device"])
 def test_what_no_request_can_have_caused_ends_the_server(kind: str, made: Any) -> None:
-    import torch
-
     a = request("a")
     s = Scheduler(a, running=batch(a))
     errors = {"no request": RuntimeError("a leak"), "a device": torch.AcceleratorError("lost")}
