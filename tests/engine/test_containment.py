@@ -9,6 +9,7 @@ is a soak, of some ten minutes for each server.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import threading
 import time
@@ -165,6 +166,28 @@ def test_the_guilty_get_500_and_others_their_answers(
     log = server.log.read_text(errors="replace")
     # One per line of faults.py.
     assert 1 <= log.count("Traceback") <= 4 * int(server.config.flags.get("--tp-size", 1))
+
+
+@pytest.mark.parametrize("place", ["prefill.0", "propose.9"])
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "import os"}]}),
+        ("completions", {"prompt": "import os"}),
+    ],
+)
+def test_a_guilty_stream_ends_with_the_error(
+    path: str, prompt: dict[str, Any], place: str, servers: ServerSession
+) -> None:
+    """Not with `finish_reason` "abort", which /v1/messages takes for the end of an answer."""
+    server = servers.server(faulty(FEATURES_DFLASH))
+    servers.path(FAULTS).mkdir(exist_ok=True)
+    body = {**prompt, "model": "m", "rid": f"guilty.{place}", "stream": True, "max_tokens": 40}
+    answer = requests.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+    *_, last, done = (line for line in answer.text.splitlines() if line)
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["code"] == 500 and "failed: Fault" in error["message"]
+    assert done == "data: [DONE]"
 
 
 def test_the_server_ends_without_the_rows(servers: ServerSession) -> None:

@@ -7,6 +7,7 @@ are computed again, unprocessed results are dropped, and grammars are rebuilt fr
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from sglang.srt.managers.io_struct import AbortReq
@@ -147,7 +148,7 @@ def end_unqueued(scheduler: Any, tokenized: Iterable[Any], reason: str) -> int:
             session.abort_req()
         if session is not None and not session.streaming:
             session.req_nodes.pop(request.rid, None)
-        error = FINISH_ABORT(reason, 500, "InternalServerError").to_json()
+        error = _failure(reason).to_json()
         scheduler.send_abort_output(AbortReq(rid=request.rid, finished_reason=error), request)
     return len(lost)
 
@@ -209,11 +210,16 @@ def _rebuild_grammar(manager: Any, request: Any) -> None:
 
 
 def _end(scheduler: Any, request: Any, reason: str) -> None:
-    request.finished_reason = FINISH_ABORT(reason, 500, "InternalServerError")
+    request.finished_reason = _failure(reason)
     scheduler._release_aborted_request(request)
     scheduler.beam_coordinator.retire_group(request)
     error = request.finished_reason.to_json()
     scheduler.send_abort_output(_make_abort_req(request, finished_reason=error), request)
+
+
+def _failure(reason: str) -> FINISH_ABORT:
+    # A number that is no `HTTPStatus` would end a chat's stream without the error.
+    return FINISH_ABORT(reason, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
 def _empty(scheduler: Any) -> None:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from math import inf
 from typing import Any, TypeVar
 
@@ -52,7 +53,7 @@ def match_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool
         return is_stop
     problem = "matching takes too long; use a simpler pattern"
     request.finished_reason = FINISH_ABORT(
-        f"stop_regex: {patterns}; {problem}", 400, "BadRequestError"
+        f"stop_regex: {patterns}; {problem}", HTTPStatus.BAD_REQUEST, "BadRequestError"
     )
     # This rank may have found a match in time.
     request.finished_len = None
