@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.checkpoint.fields import Fields, read_json_object
+from sglang_dflash.checkpoint.latent import Latent, read_latent
 from sglang_dflash.common.errors import ConfigError
 
 # Architectures whose sliding layers get a KV pool of their own from SGLang and are shaped like the
@@ -24,6 +25,13 @@ _RECURRENT_FIELDS = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+# Fields that give a target's context, the first that is there.
+_CONTEXTS = (
+    "max_sequence_length", "seq_length", "max_seq_len", "model_max_length",
+    "max_position_embeddings",
+)  # fmt: skip
+# Kinds of rotary scaling that Transformers reads as made for the context that the config gives.
+_FOR_CONTEXT = ("llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,8 @@ class TargetGeometry:
             request and nothing per token.
         recurrent: shape of the recurrent layers; None if there are none or the config does not
             give it.
-        latent_width: elements of one token that a layer of multi-head latent attention (MLA) keeps
-            in place of K and V; None for other targets.
+        latent: what multi-head latent attention (MLA) keeps in place of K and V; None for other
+            targets.
     """
 
     hidden_size: int
@@ -73,7 +81,7 @@ class TargetGeometry:
     num_key_value_heads: int
     head_dim: int
     recurrent: RecurrentShape | None
-    latent_width: int | None = None
+    latent: Latent | None = None
     sliding_layers: int = 0
 
     @classmethod
@@ -105,7 +113,7 @@ class TargetGeometry:
             num_key_value_heads=text.positive_int("num_key_value_heads", default=heads),
             head_dim=text.positive_int("head_dim", default=hidden // heads),
             recurrent=_recurrent_shape(text, recurrent),
-            latent_width=_latent_width(text),
+            latent=read_latent(raw, text, depth),
             sliding_layers=_sliding_layers(raw, text, depth),
         )
 
@@ -127,6 +135,22 @@ class TargetGeometry:
         )
 
 
+def context_of(raw: Mapping[str, Any]) -> int | None:
+    """Return the tokens of a request, at most, by a target's config.json, as SGLang's
+    `get_context_length` reads it; None if the config does not tell. Raises ConfigError."""
+    text = Fields.of(raw, "target")
+    name = next((name for name in _CONTEXTS if name in text), None)
+    if name is None:
+        return None
+    scaling = text.block("rope_scaling")
+    if not scaling.values:
+        scaling = text.block("rope_parameters")
+    rope_type = scaling.get("rope_type") or scaling.get("type")
+    is_counted = rope_type in _FOR_CONTEXT or "original_max_position_embeddings" in scaling
+    factor = 1 if is_counted else scaling.positive_number("factor", default=1)
+    return int(factor * text.positive_int(name))
+
+
 def share_of_rank(quantity: str, total: int, ranks: int) -> int:
     """Raises ConfigError if the ranks do not divide it."""
     if total % ranks:
@@ -144,13 +168,6 @@ def kv_heads_of_rank(model: str, heads: int, ranks: int) -> int:
     if ranks > heads and ranks % heads == 0:
         return 1
     return share_of_rank(f"{model}'s num_key_value_heads", heads, ranks)
-
-
-def _latent_width(text: Fields) -> int | None:
-    """The compressed K/V and the rotary key of MLA, as SGLang's `MLATokenToKVPool` keeps them."""
-    if "kv_lora_rank" not in text:
-        return None
-    return text.positive_int("kv_lora_rank") + text.positive_int("qk_rope_head_dim")
 
 
 def _sliding_layers(raw: Mapping[str, Any], text: Fields, depth: int) -> int:

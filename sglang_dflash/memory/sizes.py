@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.latent import SCALE_BYTES, SCALED, Latent
 from sglang_dflash.checkpoint.target_config import (
     RecurrentShape,
     TargetGeometry,
@@ -184,9 +185,22 @@ def head_bytes(config: DraftConfig, draft_block: int, itemsize: int) -> HeadByte
 def target_kv_bytes(target: TargetGeometry, itemsize: int) -> int:
     """Return the bytes of one token's K and V, or of its latent, over all attention layers. A pool
     of sliding layers has `SLIDING_SHARE` of the tokens of the other."""
-    elements = target.latent_width or 2 * target.num_key_value_heads * target.head_dim
+    if target.latent is not None:
+        latent = target.latent
+        of_layer = _latent_bytes(latent, itemsize)
+        return target.attention_layers * of_layer + latent.indexers * latent.index_bytes
+    elements = 2 * target.num_key_value_heads * target.head_dim
     layers = target.attention_layers - (1 - SLIDING_SHARE) * target.sliding_layers
     return int(layers * elements * itemsize)
+
+
+def _latent_bytes(latent: Latent, itemsize: int) -> int:
+    """Bytes of a token's latent in one layer, as SGLang keeps it on an H100: with sparse attention
+    in 8 bits, the compressed part has scales, and the rotary key stays in 16 bits."""
+    if latent.indexers and itemsize == KV_DTYPES["fp8_e4m3"]:
+        scales = latent.compressed // SCALED * SCALE_BYTES
+        return latent.compressed + scales + latent.rotary * _BF16
+    return (latent.compressed + latent.rotary) * itemsize
 
 
 def state_bytes(shape: RecurrentShape) -> int:

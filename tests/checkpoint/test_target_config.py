@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,11 @@ from sglang.srt.arg_groups.fields.schedule import Schedule
 from sglang.srt.configs import KimiLinearConfig, Lfm2Config
 from sglang.srt.configs.model_config import is_hybrid_swa_model
 from sglang.srt.configs.nemotron_h import NemotronHConfig
+from sglang.srt.utils.hf_transformers.common import get_context_length
+from transformers import AutoConfig
 
 from sglang_dflash.checkpoint import target_config
-from sglang_dflash.checkpoint.target_config import TargetGeometry
+from sglang_dflash.checkpoint.target_config import TargetGeometry, context_of
 from sglang_dflash.memory.sizes import SLIDING_SHARE, state_bytes, target_kv_bytes
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.checkpoint.target_fields import GDN, TARGET
@@ -78,6 +81,42 @@ def test_sliding_layers_with_a_pool_of_their_own_cost_a_part() -> None:
     assert by_default.sliding_layers == 3
 
 
+ORIGINAL = {"original_max_position_embeddings": 25}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE = {"rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.5}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **ROPE}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0, **ORIGINAL}},
+        # Transformers adds the original length.
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, **LLAMA3}},
+        {"seq_length": 200},
+        {"model_max_length": 200, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ],
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_the_context_is_that_which_sglang_derives(model_type: str, change: dict[str, Any]) -> None:
+    raw = {**TARGET, "model_type": model_type, "max_position_embeddings": 100, **change}
+    sglang = get_context_length(AutoConfig.for_model(**copy.deepcopy(raw)))
+    assert context_of(raw) == sglang
+    assert context_of({"text_config": raw}) == sglang
+
+
+def test_a_context_that_the_config_does_not_tell_is_none() -> None:
+    assert context_of(TARGET) is None
+    with refused("rope_scaling.factor in the target's config.json", "x"):
+        context_of({"max_position_embeddings": 1, "rope_scaling": {"factor": "x"}})
+
+
 LFM2_ATTENTION = [2, 5, 8]
 KDA = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "full_attn_layers": [4, 8]}
 
@@ -138,11 +177,6 @@ def test_other_layers_of_a_nemotron_h_are_refused(layers: dict[str, Any]) -> Non
     ((name, value),) = layers.items()
     with refused(f"{name} in the target's config.json", value):
         TargetGeometry.from_dict({**TARGET, "model_type": "nemotron_h", **layers})
-
-
-def test_latent_attention_keeps_one_vector_per_token_and_layer() -> None:
-    geometry = TargetGeometry.from_dict({**TARGET, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
-    assert target_kv_bytes(geometry, 2) == 6 * (512 + 64) * 2
 
 
 def test_a_target_is_read_from_its_folder(tmp_path: Path) -> None:

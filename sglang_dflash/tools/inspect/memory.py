@@ -238,7 +238,7 @@ def _draft_memory(
         serving.attention, config, "cuda", CAPABILITIES, serving.dtype_of_draft_kv
     )
     # MLA's queries, as SGLang counts them.
-    head_dim = part.head_dim if part.latent_width is None else _LATENT_HEAD_DIM
+    head_dim = part.head_dim if part.latent is None else _LATENT_HEAD_DIM
     narrow = NarrowForwards(
         options.adaptive_widths()[:-1] if serving.width == "adaptive" else (),
         attention=(serving.target_attention,),

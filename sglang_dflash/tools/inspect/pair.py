@@ -13,7 +13,7 @@ from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.origin import published_drafts
 from sglang_dflash.checkpoint.published import ModelFacts, published_pairs
 from sglang_dflash.checkpoint.target_classes import check_target_class
-from sglang_dflash.checkpoint.target_config import TargetGeometry
+from sglang_dflash.checkpoint.target_config import TargetGeometry, context_of
 from sglang_dflash.checkpoint.tensors import check_embedding, check_tensors, check_values
 from sglang_dflash.common.errors import UnsupportedDraft, shown_pair
 from sglang_dflash.serving.metrics.server_info import BUILTIN, OURS
@@ -85,12 +85,6 @@ def _check(
         check_values(config, draft.weights)
 
 
-def context_of(target: ModelFacts) -> int | None:
-    """Tokens of a request, at most; None if the target's config does not tell."""
-    text, name = Fields.of(target.config, "target"), "max_position_embeddings"
-    return text.positive_int(name) if name in text else None
-
-
 def other_target(target: str, draft: str) -> list[str]:
     """A warning if the collection lists the draft for other targets only.
 
@@ -121,7 +115,7 @@ def describe_target(target: ModelFacts, geometry: TargetGeometry) -> dict[str, A
         "target_architecture": _architecture(target.config),
         "target_layers": layers,
         "target_dtype": text.get("dtype") or text.get("torch_dtype"),
-        "target_context": text.get("max_position_embeddings"),
+        "target_context": context_of(target.config),
         "target_hidden_size": geometry.hidden_size,
         "target_vocab_size": geometry.vocab_size,
     }

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_dflash.checkpoint.draft_config import DraftConfig, draft_fields
 from sglang_dflash.checkpoint.precision import other_precision
 from sglang_dflash.checkpoint.published import ModelFacts
+from sglang_dflash.checkpoint.target_config import context_of
 from sglang_dflash.common.command_line import spelled
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import Options, ResolvedOptions
@@ -20,7 +21,6 @@ from sglang_dflash.tools.inspect import words
 from sglang_dflash.tools.inspect.memory import memory_of
 from sglang_dflash.tools.inspect.pair import (
     ServingDecision,
-    context_of,
     decide_worker,
     describe_draft,
     describe_target,
@@ -34,7 +34,7 @@ def _longest(target: ModelFacts, config: DraftConfig | None, serving: Serving) -
     # Of a target whose context is not known the draft's is a guess.
     bounds = {
         "--context-length": serving.context_length,
-        "max_position_embeddings of the target": context_of(target),
+        "the target's context": context_of(target.config),
         "max_position_embeddings of the draft": config and config.max_position_embeddings,
     }
     bound, context = next(((by, most) for by, most in bounds.items() if most), ("", None))
@@ -95,7 +95,7 @@ def inspect(
     warnings = [*other_target(target.name, draft.name), *words.config_only(draft)]
     warnings += other_precision(target.name, target.config, draft.name, draft.config)
     of_draft = None if config is None else config.max_position_embeddings
-    warnings += words.extended(serving.context_length, context_of(target), of_draft)
+    warnings += words.extended(serving.context_length, context_of(target.config), of_draft)
     warnings += words.capped(memory, serving.max_running_requests)
     facts = {
         "warnings": warnings + [str(finding) for finding in findings],

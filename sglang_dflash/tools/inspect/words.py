@@ -65,16 +65,20 @@ def extended(context_length: int | None, target: int | None, draft: int | None) 
     """Warnings if requests may be longer than a config says.
 
     Args:
-        target, draft: their max_position_embeddings.
+        target: its context.
+        draft: its max_position_embeddings.
     """
     advice = {
-        "target": (target, "unless the config that it reads extends it, as by YaRN"),
-        "draft": (draft, "with the flag, and serves the target's own length without it"),
+        "target's context": (target, "unless the config that it reads extends it, as by YaRN"),
+        "draft's max_position_embeddings": (
+            draft,
+            "with the flag, and serves the target's own length without it",
+        ),
     }
     return [
-        f"--context-length {context_length}: the {model}'s max_position_embeddings is {positions}; "
+        f"--context-length {context_length}: the {bound} is {positions}; "
         f"SGLang refuses to start {remedy}"
-        for model, (positions, remedy) in advice.items()
+        for bound, (positions, remedy) in advice.items()
         if context_length is not None and positions is not None and context_length > positions
     ]
 

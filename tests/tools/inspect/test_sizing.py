@@ -57,7 +57,7 @@ def test_it_tells_how_many_long_requests_run_at_a_time(capsys: pytest.CaptureFix
     small = demo_pair("dense")
     own = json.loads((small.target / "config.json").read_text())["max_position_embeddings"]
     known = inspected(capsys, *map(str, (small.target, small.draft)), "--context-length", "99999")
-    assert f"the target's max_position_embeddings is {own}; " in " ".join(known["warnings"])
+    assert f"the target's context is {own}; " in " ".join(known["warnings"])
     short = ("--context-length", "8192", "--context", "9000")
     assert "up to 8192 tokens (--context-length)" in refusal(capsys, *pair[:2], *short)
 
