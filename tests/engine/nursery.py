@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -102,16 +103,27 @@ def main() -> None:
         importlib.import_module(name)
     # A server searches for garbage whenever it measures memory: not among what is imported here.
     gc.freeze()
+    # Ctrl-C reaches the whole process group. This process ends with the one that asks, however that
+    # ends, and then all that it has forked.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    running = set[int]()
     for line in sys.stdin:
         asked = json.loads(line)
         if isinstance(asked, int):
             pid, status = os.waitpid(asked, os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
+            running.discard(pid)
         else:
             answer = os.fork()
             if answer == 0:
                 _be(asked)
+            running.add(answer)
         print(json.dumps(answer), flush=True)
+    for pid in running:
+        # The first fails if the child has no process group yet.
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
 
 
 class Nursery:

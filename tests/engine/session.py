@@ -73,9 +73,11 @@ class ServerSession:
         self._live = None
 
     def close(self) -> None:
-        self.stop()
-        for nursery in self._nurseries.values():
-            nursery.close()
+        try:
+            self.stop()
+        finally:
+            for nursery in self._nurseries.values():
+                nursery.close()
 
     def filled(self, config: ServerConfig) -> ServerConfig:
         """The configuration with the session's folder for `{files}`, and the files that it names

@@ -295,9 +295,12 @@ class Traffic:
                 # Refused while requests run.
                 requests.post(f"{self._server.url}/flush_cache", timeout=PATIENCE)
                 continue
-            self._control("pause_generation", {"mode": what})
-            time.sleep(self._random.uniform(0.05, 0.3))
-            self._control("continue_generation", {})
+            try:
+                self._control("pause_generation", {"mode": what})
+                time.sleep(self._random.uniform(0.05, 0.3))
+            finally:
+                # After Ctrl-C, too: the clients wait for their answers.
+                self._control("continue_generation", {})
 
     def _control(self, path: str, body: dict[str, Any]) -> None:
         answer = requests.post(f"{self._server.url}/{path}", json=body, timeout=PATIENCE)
