@@ -18,7 +18,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from sglang_dflash.checkpoint.fields import read_json_object
 from sglang_dflash.checkpoint.stored import StoredTensor, stored_tensors
 from sglang_dflash.common.errors import ConfigError, cut
+from sglang_dflash.common.log import Log
 from sglang_dflash.serving.draft_weights.from_disk import is_for_draft
+
+logger = Log(__name__)
 
 # Formats of --load-format that read safetensors files.
 CHECKED_FORMATS = (None, "auto", "safetensors")
@@ -73,18 +76,20 @@ def check_format(load_format: str | None) -> None:
 def check_folder(folder: str, manager: Any) -> None:
     """Compare architecture, tensor names and shapes with those of the served checkpoint.
 
-    If the served model is not stored in safetensors files, tensors are not compared.
+    If the served model is not stored in safetensors files, tensors are not compared; if its files
+    cannot be read from here, nothing is.
 
     Args:
         folder: or a name on the hub.
         manager: SGLang's `TokenizerManager`.
 
     Raises:
-        ConfigError: the folder does not hold weights of the served model, or one of the two
-            checkpoints cannot be read.
+        ConfigError: the folder does not hold weights of the served model, or cannot be read.
     """
     folder = _local("model_path", folder)
     served = served_checkpoint(manager)
+    if served is None:
+        return
     new, old = architectures(folder), served.architectures
     if new != old:
         raise ConfigError("model_path", folder, f"it holds {new}; the served model is {old}")
@@ -92,22 +97,32 @@ def check_folder(folder: str, manager: Any) -> None:
         check_tensors(folder, stored_tensors(folder, "new"), served.tensors)
 
 
-def served_checkpoint(manager: Any) -> ServedCheckpoint:
+def served_checkpoint(manager: Any) -> ServedCheckpoint | None:
     """The checkpoint that the manager's server has loaded first. It is read once: who trains a
-    model may delete the folders of earlier weights. Raises ConfigError."""
-    served = getattr(manager, SERVED, None)
-    if served is None:
-        settings = manager.server_args
-        # It was loaded from this machine, so nothing needs to be fetched.
-        folder = _local(
-            "served model", manager.model_path, local_files_only=True,
-            revision=settings.revision, cache_dir=settings.download_dir,
-        )  # fmt: skip
-        is_stored = any(Path(folder).glob("*.safetensors"))
-        tensors = stored_tensors(folder, "served") if is_stored else None
-        served = ServedCheckpoint(architectures(folder), tensors)
+    model may delete the folders of earlier weights. None, with a warning in the log, if that
+    fails."""
+    if not hasattr(manager, SERVED):
+        served = None
+        try:
+            served = _read_served(manager)
+        except ConfigError as error:
+            logger.warning("/update_weights_from_disk checks nothing of new weights: %s", error)
         setattr(manager, SERVED, served)
-    return served
+    return getattr(manager, SERVED)
+
+
+def _read_served(manager: Any) -> ServedCheckpoint:
+    """Raises ConfigError."""
+    settings = manager.server_args
+    # It was loaded from this machine, so nothing needs to be fetched. A model on object storage or
+    # ModelScope is not in the hub's cache.
+    folder = _local(
+        "served model", manager.model_path, local_files_only=True,
+        revision=settings.revision, cache_dir=settings.download_dir,
+    )  # fmt: skip
+    is_stored = any(Path(folder).glob("*.safetensors"))
+    tensors = stored_tensors(folder, "served") if is_stored else None
+    return ServedCheckpoint(architectures(folder), tensors)
 
 
 def _local(field: str, name: str, **where: Any) -> str:

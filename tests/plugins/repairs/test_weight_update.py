@@ -77,12 +77,26 @@ def test_a_folder_without_a_config_or_weights_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [5000 * "a", "dra\0ft", "/no/such/folder"])
-def test_what_cannot_be_had_is_refused(name: str, folder: Path) -> None:
-    """Names of the new weights, and of the served ones that they are compared with."""
+def test_what_cannot_be_had_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="neither a folder here nor on the hub"):
         check_folder(name, manager_of(PAIR.target))
-    with pytest.raises(ConfigError, match="served model"):
-        check_folder(str(folder), manager_of(name))
+
+
+@pytest.mark.parametrize("served", ["s3://a-bucket/a-model", "a-name/on-modelscope"])
+def test_new_weights_are_taken_if_the_served_ones_cannot_be_read(
+    served: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so once, with the reason."""
+    manager = manager_of(served)
+
+    async def original(*_: Any) -> tuple[bool, str, int]:
+        return True, "updated", 0
+
+    for _ in range(2):
+        update = SimpleNamespace(model_path=str(folder), load_format=None)
+        assert asyncio.run(check_and_update(original, manager, update)) == (True, "updated", 0)
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "checks nothing of new weights: served model" in warning and served in warning
 
 
 def test_names_on_the_hub_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
