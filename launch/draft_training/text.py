@@ -149,7 +149,8 @@ class Author:
             if prompts:
                 # When all prompts have a greedy answer, further answers are sampled.
                 turns = list(prompts[i % len(prompts)].turns)
-                chats.append(Chat("prompts", sampled or i >= len(prompts), turns))
+                near = not all(map(self._is_new, turns))
+                chats.append(Chat("prompts", sampled or i >= len(prompts), turns, is_over=near))
             else:
                 chats.append(Chat(rng.choices(list(OPENINGS), shares)[0], sampled))
         if not prompts:
@@ -160,6 +161,10 @@ class Author:
             self._plan(again, rng)
             self.answer(again, ANSWER_TOKENS)
         return [chat for chat in chats if chat.answers]
+
+    def _is_new(self, text: str) -> bool:
+        """Return whether a text is no near copy of a held-out prompt."""
+        return self.held_out.isdisjoint(grams(text))
 
     def answer(self, chats: Sequence[Chat], tokens: int) -> None:
         """Answer all planned turns."""
@@ -183,7 +188,7 @@ class Author:
         self._write(jobs, self.ends_of_turn, TURNS)
         for chat, opening, job in zip(chats, openings, jobs, strict=True):
             text = (opening + self.tokenizer.decode(job.tokens[:-1])).strip()
-            good = job.ended and is_turn(text) and self.held_out.isdisjoint(grams(text))
+            good = job.ended and is_turn(text) and self._is_new(text)
             if good and chat.source == "math" and not chat.messages and rng.random() < 0.5:
                 text += REASON
             chat.planned, chat.is_over = [text] if good else [], not good
@@ -198,7 +203,7 @@ class Author:
         self._write(jobs, self.ends, ANSWERS)
         for chat, job in zip(chats, jobs, strict=True):
             text = self.tokenizer.decode(job.tokens, skip_special_tokens=True)
-            chat.is_over = not self.held_out.isdisjoint(grams(text))
+            chat.is_over = not self._is_new(text)
             if chat.is_over or len(job.tokens) < 2:
                 continue
             chat.messages.append({"role": "assistant", "content": text})

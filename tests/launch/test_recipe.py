@@ -120,6 +120,18 @@ def test_near_copies_of_held_out_prompts_are_left_out(made: Recipe) -> None:
     assert text.is_turn(far) and not any(map(text.is_turn, others))
 
 
+def test_prompts_of_a_file_that_are_held_out_are_not_answered(made: Recipe) -> None:
+    """A later turn, too."""
+    near = "Count the words of this sentence, of which there are more than thirteen, aloud."
+    turns = [("def f():",), (near,), ("Why?", f"Well. {near}"), ("What is a list?",)]
+    author = text.Author(
+        TransformersWriter(made.target), made.tokenizer, made.ends, [Prompt((near,), True)]
+    )
+    chats = author.shard(0, 8, [Prompt(each, True) for each in turns])
+    asked = [chat.messages[0]["content"] for chat in chats]
+    assert asked == 2 * [turns[0][0], turns[3][0]]
+
+
 def test_a_draft_begins_with_the_targets_last_layers(made: Recipe) -> None:
     model = made.new_draft()
     for own, of in zip(model.layers, made.target.model.layers[-3:], strict=True):
