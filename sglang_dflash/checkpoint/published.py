@@ -74,6 +74,12 @@ def shipped(role: str) -> Mapping[str, ModelFacts]:
     }
 
 
+def repository_of(draft: str) -> str:
+    """Return the hub name of a draft. Facts of an earlier revision have a name of ours, with an @
+    behind it."""
+    return draft.partition("@")[0] if draft in shipped("draft") else draft
+
+
 def look_up(role: str, name: str, *, offline: bool = False) -> ModelFacts:
     """Facts of the target or draft `name`: a folder, or a name on the hub. If the hub does not
     answer or is not asked (`offline`), a shipped name, in any case, has the shipped facts, and
@@ -100,7 +106,7 @@ def look_up(role: str, name: str, *, offline: bool = False) -> ModelFacts:
 
 
 def _of_hub_or_shipped(role: str, facts: ModelFacts, offline: bool) -> ModelFacts:
-    if offline or "@" in facts.name:  # Our name for an earlier revision.
+    if offline or repository_of(facts.name) != facts.name:
         return facts
     try:
         config, online = fetch_config(role, facts.name)

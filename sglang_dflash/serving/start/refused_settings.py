@@ -35,6 +35,18 @@ def refuse_switches(settings: Any) -> None:
             raise ConfigError(flag_of(name), True, f"leave it out: {why}")
 
 
+def refuse_splits(settings: Any) -> None:
+    """Raise ConfigError for a split of the model that SGLang refuses with DFLASH (`_handle_dflash`
+    in its speculative_hook.py), whichever worker would serve."""
+    if settings.pp_size not in (None, 1):
+        required = "SGLang refuses DFLASH with it; give --tp-size"
+        raise ConfigError("--pp-size", settings.pp_size, required)
+    replicas = settings.attn_dp_size
+    if replicas not in (None, 1) and not settings.enable_dp_lm_head:
+        required = "SGLang refuses DFLASH with it, unless --enable-dp-lm-head is given, too"
+        raise ConfigError("data-parallel attention", replicas, required)
+
+
 def refuse_trusted(settings: Any) -> None:
     """Raise ConfigError if --trust-remote-code is for the draft, too: if it is in the target's
     repository, or the tokenizer is the draft's."""

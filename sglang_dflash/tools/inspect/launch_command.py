@@ -16,6 +16,7 @@ from sglang_dflash.serving.start import flag_file
 from sglang_dflash.serving.start.refused_settings import (
     WIDTH_FLAG,
     asked_block,
+    refuse_splits,
     refuse_switches,
     refuse_trusted,
     why_not_adaptive,
@@ -68,8 +69,11 @@ _VALUES = {"torch_native": "torch"}
 # They change the figures, and are not part of the arithmetic.
 NOT_RECKONED = (
     "device", "dtype", "json_model_override_args", "load_format",
+    # Files of the hub.
+    "revision", "speculative_draft_model_revision",
     # Ranks.
-    "dp_size", "ep_size", "dcp_size", "moe_dense_tp_size", "enable_dp_lm_head",
+    "dp_size", "attn_dp_size", "attn_cp_size", "ep_size", "moe_dp_size", "dcp_size",
+    "moe_dense_tp_size", "enable_dp_lm_head",
     # Weights that are not there.
     "language_only", "language_model_only", "cpu_offload_gb", "offload_group_size",
     "ple_offload_embedding", "kt_num_gpu_experts", "enable_paged_experts",
@@ -220,6 +224,7 @@ def _check_algorithm(name: str | None) -> None:
 def _check(settings: CommandLineSettings) -> None:
     """Raise ConfigError for what a server refuses, and the arithmetic does not read."""
     refuse_switches(settings)
+    refuse_splits(settings)
     refuse_trusted(settings)
     asked_block(settings)
     why_not = why_not_adaptive(settings, settings.device or "cuda")

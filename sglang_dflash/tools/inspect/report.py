@@ -93,6 +93,7 @@ def inspect(
     names = spelled(Options.__dataclass_fields__, verify_block="--block-size")
     findings = resolved.warnings(config, names) if config else []
     warnings = [*other_target(target.name, draft.name), *words.config_only(draft)]
+    warnings += words.earlier_revision(draft.name)
     warnings += other_precision(target.name, target.config, draft.name, draft.config)
     of_draft = None if config is None else config.max_position_embeddings
     warnings += words.extended(serving.context_length, context_of(target.config), of_draft)

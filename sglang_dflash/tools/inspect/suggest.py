@@ -12,7 +12,7 @@ from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from sglang_dflash.checkpoint.published import ModelFacts
+from sglang_dflash.checkpoint.published import ModelFacts, repository_of
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.memory.pools import STATES_PER_REQUEST
@@ -212,9 +212,12 @@ def command_of(pair: Pair, set_up: SetUp, requests: int) -> str:
     decision, _ = decide_pair(pair.target, pair.draft, pair.options, pair.serving, pair.builtin)
     settings |= _bounds(requests, bool(decision.geometry.recurrent_layers))
     worker = BUILTIN_FLAG.split() if decision.worker == BUILTIN and pair.builtin else []
+    draft = repository_of(pair.draft.name)
+    # Its commit is not known here: `words.earlier_revision` tells.
+    revision = ["--speculative-draft-model-revision", "COMMIT"] if draft != pair.draft.name else []
     words = [
         "sglang", "serve", "--model-path", pair.target.name, "--speculative-algorithm", "DFLASH",
-        "--speculative-draft-model-path", pair.draft.name, *worker, *server_flags(settings),
+        "--speculative-draft-model-path", draft, *revision, *worker, *server_flags(settings),
         *pair.others,
     ]  # fmt: skip
     return shlex.join(words)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.checkpoint.published import ModelFacts
+from sglang_dflash.checkpoint.published import ModelFacts, repository_of
 from sglang_dflash.serving.metrics.server_info import BUILTIN, OURS
 
 
@@ -80,6 +80,17 @@ def extended(context_length: int | None, target: int | None, draft: int | None) 
         f"SGLang refuses to start {remedy}"
         for bound, (positions, remedy) in advice.items()
         if context_length is not None and positions is not None and context_length > positions
+    ]
+
+
+def earlier_revision(draft: str) -> list[str]:
+    """A warning if the draft is not the newest one of its repository."""
+    repository = repository_of(draft)
+    if repository == draft:
+        return []
+    return [
+        f"{draft} is an earlier revision of {repository}: a server needs its commit, as "
+        "--speculative-draft-model-revision COMMIT"
     ]
 
 

@@ -135,6 +135,13 @@ def test_every_setting_that_sglang_sizes_its_pools_by_is_read_or_told() -> None:
     assert "page_size" in sized_by and sized_by - known == set(NO_EFFECT)
 
 
+@pytest.mark.parametrize("flags", ["--attn-cp-size 2", "--attn-dp-size 2", "--moe-dp-size 2"])
+def test_other_splits_of_the_model_are_told(flags: str) -> None:
+    """SGLang's sizing reads what follows from them, such as `attn_tp_size`."""
+    read = launch_command.read([*COMMAND, *flags.split(), "--enable-dp-lm-head"])
+    assert flags in read.not_reckoned
+
+
 def without(flag: str) -> list[str]:
     """The command without that flag and its value."""
     at = COMMAND.index(flag)
@@ -160,6 +167,10 @@ REFUSED = {
     "help": ([*COMMAND, "-h"], "--help: nothing is served"),
     "Ray": ([*COMMAND, "--use-ray"], "--use-ray: True; leave it out"),
     "a split prefill": ([*COMMAND, "--enable-pdmux"], "--enable-pdmux: True; leave it out"),
+    "pipeline parallelism": ([*COMMAND, "--pp-size", "2"], "--pp-size: 2; SGLang refuses DFLASH"),
+    "data-parallel attention": (
+        [*COMMAND, "--enable-dp-attention", "--dp-size", "2"], "unless --enable-dp-lm-head is given"
+    ),
     "two blocks": (
         [*COMMAND, "--speculative-dflash-block-size", "4"], "4; but --speculative-num-draft-tokens"
     ),
@@ -237,9 +248,11 @@ def test_every_setting_that_is_read_is_a_servers() -> None:
 
 def test_settings_of_sglangs_worker_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, reason in (
-        ("--pp-size 2", "--pp-size above 1"),
         ("--enable-flexkv", "--enable-flexkv"),
-        ("--enable-dp-attention --dp-size 2", "data-parallel attention (--enable-dp-attention)"),
+        (
+            "--enable-dp-attention --dp-size 2 --enable-dp-lm-head",
+            "data-parallel attention (--enable-dp-attention)",
+        ),
         ("--speculative-dflash-worker builtin", "--speculative-dflash-worker builtin"),
         ("--speculative-draft-model-quantization fp8", "--speculative-draft-model-quantization"),
     ):

@@ -178,6 +178,21 @@ def test_a_suggestion_keeps_what_was_asked_for(capsys: pytest.CaptureFixture[str
     assert list(map(int, best.split()[3:])) == list(found["suggestions"]["most"].values())
 
 
+def test_an_earlier_revision_is_served_by_its_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    """The name with an @ is ours, and no repository's."""
+    pair = ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash@5-layers")
+    found = inspected(capsys, *pair, "--context", "65536", "--memory-gib", "140")
+    command = found["suggestions"]["command"]
+    draft = "--speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash "
+    assert f"{draft}--speculative-draft-model-revision COMMIT " in command
+    (warned,) = [text for text in found["warnings"] if "COMMIT" in text]
+    assert f"{pair[1]} is an earlier revision of z-lab/Qwen3.5-27B-DFlash" in warned
+    # The facts are of one revision, whichever a command names.
+    read = launch_command.read([*shlex.split(command), "--revision", "main"])
+    revisions = ["--speculative-draft-model-revision COMMIT", "--revision main"]
+    assert read.not_reckoned == revisions
+
+
 def test_sessions_without_a_length_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     pair = ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", "--offline")
     assert "--sessions: 3; needs --context" in refusal(capsys, *pair, "--sessions", "3")
