@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,9 @@ from sglang_dflash.common.errors import ConfigError
 class TargetCache:
     """A Hugging Face cache that can be rolled back, recurrent layers included.
 
-    Attention layers drop their last tokens. A recurrent layer cannot, so its state from before the
-    block is restored and the layer runs over the accepted tokens a second time, on the inputs that
-    were recorded in the block (replay).
+    Attention layers drop their last tokens; sliding ones keep all of a block until then. A
+    recurrent layer cannot, so its state from before the block is restored and the layer runs over
+    the accepted tokens a second time, on the inputs that were recorded in the block (replay).
 
     Raises:
         ConfigError: a recurrent layer has no sub-module that takes `cache_params`.
@@ -32,6 +32,11 @@ class TargetCache:
             for i, layer in enumerate(cache.layers)
             if hasattr(layer, "recurrent_states")
         }
+        self._sliding = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
+        # The tensors of these are replaced, and not written to.
+        self._initial_windows = [
+            (layer.keys, layer.values, layer.cumulative_length) for layer in self._sliding
+        ]
         self._inputs: dict[int, Tensor] = {}
         self._initial = self._before = self._copy_states()
 
@@ -53,7 +58,8 @@ class TargetCache:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the inputs of recurrent layers in this context, for `keep`."""
+        """Record in this context what `keep` needs: inputs of recurrent layers, and K/V that leaves
+        the window of sliding ones."""
 
         def hook(i: int) -> Callable[..., None]:
             def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -65,16 +71,20 @@ class TargetCache:
             m.register_forward_pre_hook(hook(i), with_kwargs=True)
             for i, m in self._recurrent.items()
         ]
+        for layer in self._sliding:
+            layer.activate_past_recording()
         try:
             yield
         finally:
+            for layer in self._sliding:
+                layer.record_past = False
             for handle in handles:
                 handle.remove()
 
     def keep(self, count: int, verify_block: int) -> None:
         """Keep the first `count` of the `verify_block` tokens of the last forward."""
+        self._crop(verify_block - count)
         if count < verify_block:
-            self._crop(verify_block - count)
             self._restore(self._before)
             for i, module in self._recurrent.items():
                 module(hidden_states=self._inputs[i][:, :count], cache_params=self.cache)
@@ -83,14 +93,19 @@ class TargetCache:
 
     def reset(self, length: int) -> None:
         """Roll back to the state at construction, when the cache held `length` tokens."""
-        self._crop(self.cache.get_seq_length() - length)
+        tokens = self.cache.get_seq_length() - length
+        # What has left a window is not in it any more.
+        for layer, window in zip(self._sliding, self._initial_windows, strict=True):
+            layer.keys, layer.values, layer.cumulative_length = window
+        self._crop(tokens, but=self._sliding)
         self._restore(self._initial)
 
-    def _crop(self, tokens: int) -> None:
-        if tokens:
-            for i, layer in enumerate(self.cache.layers):
-                if i not in self._recurrent:
-                    layer.crop(-tokens)
+    def _crop(self, tokens: int, but: Sequence[Any] = ()) -> None:
+        """Drop the last tokens of attention layers, except `but`. Without a token to drop, sliding
+        layers still drop what no later token sees."""
+        for i, layer in enumerate(self.cache.layers):
+            if i not in self._recurrent and layer not in but:
+                layer.crop(-tokens)
 
 
 @contextmanager

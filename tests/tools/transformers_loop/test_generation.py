@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from sglang_dflash.drafting.acceptance import target_probabilities
 from sglang_dflash.drafting.attention.table import RequestSlots
@@ -18,6 +25,7 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model, save_model
+from sglang_dflash.tools.bench.published_pair import plain_generate
 from sglang_dflash.tools.transformers_loop import Sampler, prefill, spec_generate
 from tests.conftest import random_model, raw_config
 from tests.tools.transformers_loop.conftest import NEW_TOKENS, SHAPE, greedy, randomized
@@ -60,6 +68,25 @@ def test_a_llama_target_as_in_the_published_example(draft: DraftModel) -> None:
     expected = greedy(target, ids)
     assert spec_generate(draft, target, ids, NEW_TOKENS).tokens == expected
     assert len(set(expected)) > 5
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3", "GptOss"])
+def test_a_target_with_sliding_layers(architecture: str, draft: DraftModel) -> None:
+    """A prompt below, at and beyond the window, and texts that pass it. A prefill serves twice."""
+    torch.manual_seed(7)
+    window = {"sliding_window": 12, "layer_types": 3 * ["sliding_attention", "full_attention"]}
+    if architecture == "Qwen3":
+        config = Qwen3Config(**SHAPE, **window, use_sliding_window=True)
+        target = randomized(Qwen3ForCausalLM(config))
+    else:
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}
+        target = randomized(GptOssForCausalLM(GptOssConfig(**SHAPE, **window, **experts)))
+    for length in (1, 11, 12, 30):
+        ids = torch.randint(0, 64, (1, length))
+        expected, start = greedy(target, ids), prefill(draft, target, ids)
+        for _ in range(2):
+            assert spec_generate(draft, target, start, NEW_TOKENS).tokens == expected
+            assert plain_generate(target, start, NEW_TOKENS, (), Sampler()) == expected
 
 
 def test_samples_follow_the_targets_distribution(
