@@ -118,10 +118,27 @@ def grouped_attention(
 
 
 def fast_decoding(target: PreTrainedModel) -> PreTrainedModel:
-    """Set an attention that decodes fast on a CPU. Returns `target`."""
-    AttentionInterface.register("grouped", grouped_attention)
-    AttentionMaskInterface.register("grouped", sdpa_mask)
-    target.set_attn_implementation("grouped")
+    """Set an attention that decodes fast on a CPU, if it can compute the target's.
+
+    Returns:
+        `target`.
+
+    Raises:
+        ValueError: the target has recurrent layers, whose states are not batched here.
+    """
+    config = target.config.get_text_config()
+    if not all(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
+        raise ValueError(
+            f"{config.name_or_path or config.model_type}: a target with recurrent layers; drafts "
+            "of these are trained by other libraries only"
+        )
+    attention = "eager"
+    # SDPA has no sinks and no cap of the scores, and would leave them out.
+    if target._supports_sdpa and not getattr(config, "attn_logit_softcapping", None):
+        attention = "grouped"
+        AttentionInterface.register(attention, grouped_attention)
+        AttentionMaskInterface.register(attention, sdpa_mask)
+    target.set_attn_implementation(attention)
     return target
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from launch.draft_training import decoding
 from launch.draft_training.decoding import DecodingJob, Nucleus
+from tests.engine.hybrid import save_random_hybrid
 
 END = 7
 
@@ -60,6 +68,36 @@ def test_greedy_texts_are_those_of_one_at_a_time(
     assert [job.tokens for job in jobs] == expected
     assert [job.ended for job in jobs] == [text[-1] == END for text in expected]
     assert new == sum(map(len, expected))
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2", "mistral"])
+def test_the_attention_is_the_targets_own(model_type: str) -> None:
+    """Sinks, a cap of the scores, and a window that texts pass."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type, vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=12,
+        num_local_experts=4, attn_logit_softcapping=1.0, query_pre_attn_scalar=8,
+    )  # fmt: skip
+    target = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in target.parameters():
+        torch.nn.init.normal_(parameter, std=0.5 if parameter.ndim > 1 else 1.0)
+    asked, limit = prompts(9), 16
+    expected = [alone(target, prompt, limit) for prompt in asked]
+    with torch.no_grad():
+        logits = target(torch.tensor([asked[0]])).logits
+        decoding.fast_decoding(target)
+        torch.testing.assert_close(target(torch.tensor([asked[0]])).logits, logits)
+    jobs = [DecodingJob(prompt, limit, sampled=False) for prompt in asked]
+    decoding.write(target, jobs, {END}, rows=4, nucleus=Nucleus(), loop_tokens=10**6)
+    assert [job.tokens for job in jobs] == expected
+
+
+def test_recurrent_layers_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    save_random_hybrid(tmp_path, "Qwen3_5")
+    target = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a target with recurrent layers"):
+        decoding.fast_decoding(target)
 
 
 def test_loops_are_cut(target: PreTrainedModel) -> None:
