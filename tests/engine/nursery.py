@@ -208,10 +208,7 @@ class ForkedServer(Server):
 
     def stop(self) -> None:
         """Kill it. An orderly end takes 5 to 30 s; test_as_installed.py tests it."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        self._end_children()
+        self._end_session()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
@@ -231,21 +231,22 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the process and its children."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self._end_children()
-
-    def _end_children(self) -> None:
-        """End the rest of the process session: SGLang's children outlive a killed launcher."""
         try:
+            if self.process.poll() is None:
+                self.process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(30)
+        finally:
+            # After a second Ctrl-C, too.
+            self._end_session()
+
+    def _end_session(self) -> None:
+        """Kill what is left of the process session: SGLang's children outlive a killed launcher."""
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
 
 
 class Server(ServerProcess):
@@ -287,17 +288,16 @@ class Server(ServerProcess):
 @contextmanager
 def together(servers: Iterable[ServerProcess]) -> Iterator[None]:
     """Start all servers at once, wait for all, and end all. Raises Failed."""
-    started: list[ServerProcess] = []
-    try:
+    with ExitStack() as started:
+        waiting = list[ServerProcess]()
         for server in servers:
             server.start()
-            started.append(server)
-        for server in started:
+            # All of these are called, whatever ends them.
+            started.callback(server.stop)
+            waiting.append(server)
+        for server in waiting:
             server.wait()
         yield
-    finally:
-        for server in started:
-            server.stop()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_dflash.tools.bench.server import Server, ServerConfig, demo_config
+from sglang_dflash.tools.bench.server import Server, ServerConfig, demo_config, together
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 
@@ -30,6 +30,46 @@ def test_an_interrupted_start_leaves_nothing_behind() -> None:
     with pytest.raises(KeyboardInterrupt), server:
         pass
     assert server.process.poll() is not None
+
+
+class Stubborn(Server):
+    """Ignores SIGTERM, as its child does."""
+
+    def start(self) -> None:
+        command = "trap '' TERM; sleep 60 & echo $!; wait"
+        self.process = subprocess.Popen(
+            ["sh", "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self.process.stdout is not None
+        self.child = int(self.process.stdout.readline())
+
+    def wait(self) -> None:
+        """It serves."""
+
+
+def test_a_second_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ends the context, the second comes while the first of two servers ends."""
+    waited = subprocess.Popen.wait
+    interrupts = [KeyboardInterrupt, KeyboardInterrupt]
+
+    def wait(process: subprocess.Popen[str], timeout: float | None = None) -> int:
+        if timeout is not None and interrupts:
+            raise interrupts.pop()
+        return waited(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    servers = [Stubborn(ServerConfig()), Stubborn(ServerConfig())]
+    with pytest.raises(KeyboardInterrupt), together(servers):
+        raise KeyboardInterrupt
+    children = [psutil.Process(server.child) for server in servers if alive(server.child)]
+    _, left = psutil.wait_procs(children, timeout=10)
+    for process in left:
+        process.kill()
+    assert not left and all(server.process.returncode is not None for server in servers)
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 class Unlucky(Server):
