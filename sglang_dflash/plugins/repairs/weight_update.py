@@ -6,6 +6,7 @@ SGLang copies the tensors whose names it knows and reports success, whatever the
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from os.path import exists
 from pathlib import Path
@@ -27,6 +28,8 @@ logger = Log(__name__)
 CHECKED_FORMATS = (None, "auto", "safetensors")
 # A checkpoint with tied embeddings may leave out one of these.
 TIED = ("lm_head.weight", "embed_tokens.weight")
+# The number of a layer of the language model, in the names of its tensors.
+LAYER = re.compile(r"(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 # The attribute of SGLang's `TokenizerManager` that holds the `ServedCheckpoint`.
 SERVED = "sglang_dflash_served"
 
@@ -36,10 +39,12 @@ class ServedCheckpoint(NamedTuple):
 
     Attributes:
         architectures: of its config.json.
+        depth: layers of the language model; None if config.json does not tell.
         tensors: by name; None if they are not stored in safetensors files.
     """
 
     architectures: Any
+    depth: int | None
     tensors: Mapping[str, StoredTensor] | None
 
 
@@ -90,11 +95,11 @@ def check_folder(folder: str, manager: Any) -> None:
     served = served_checkpoint(manager)
     if served is None:
         return
-    new, old = architectures(folder), served.architectures
+    new, old = _config(folder).get("architectures"), served.architectures
     if new != old:
         raise ConfigError("model_path", folder, f"it holds {new}; the served model is {old}")
     if served.tensors is not None:
-        check_tensors(folder, stored_tensors(folder, "new"), served.tensors)
+        check_tensors(folder, stored_tensors(folder, "new"), served.tensors, served.depth)
 
 
 def served_checkpoint(manager: Any) -> ServedCheckpoint | None:
@@ -122,7 +127,9 @@ def _read_served(manager: Any) -> ServedCheckpoint:
     )  # fmt: skip
     is_stored = any(Path(folder).glob("*.safetensors"))
     tensors = stored_tensors(folder, "served") if is_stored else None
-    return ServedCheckpoint(architectures(folder), tensors)
+    config = _config(folder)
+    depth = {**config, **(config.get("text_config") or {})}.get("num_hidden_layers")
+    return ServedCheckpoint(config.get("architectures"), depth, tensors)
 
 
 def _local(field: str, name: str, **where: Any) -> str:
@@ -142,21 +149,36 @@ def _local(field: str, name: str, **where: Any) -> str:
         raise ConfigError(field, name, required) from error
 
 
-def architectures(folder: str) -> Any:
-    """`architectures` of the folder's config.json. Raises ConfigError."""
-    return read_json_object(Path(folder) / "config.json", "new checkpoint").get("architectures")
+def _config(folder: str) -> Mapping[str, Any]:
+    """The folder's config.json. Raises ConfigError."""
+    return read_json_object(Path(folder) / "config.json", "new checkpoint")
 
 
 def check_tensors(
-    folder: str, new: Mapping[str, StoredTensor], old: Mapping[str, StoredTensor]
+    folder: str,
+    new: Mapping[str, StoredTensor],
+    old: Mapping[str, StoredTensor],
+    depth: int | None,
 ) -> None:
-    """Raise ConfigError unless the tensors of both checkpoints have the same names and shapes."""
+    """Raise ConfigError unless the tensors of both checkpoints have the same names and shapes, but
+    for those that a checkpoint of the model may leave out."""
     for name in sorted({*new, *old}):
-        if name not in new and name not in TIED:
+        if (name not in new or name not in old) and is_optional(name, depth):
+            continue
+        if name not in new:
             raise ConfigError("model_path", folder, f"no tensor {name!r} of the served model")
-        if name not in old and name not in TIED:
+        if name not in old:
             raise ConfigError("model_path", folder, f"tensor {name!r} is not the served model's")
-        if name in new and name in old and new[name].shape != old[name].shape:
+        if new[name].shape != old[name].shape:
             shape, served = list(new[name].shape), list(old[name].shape)
             required = f"{name} is {shape}, the served model's {served}"
             raise ConfigError("model_path", folder, required)
+
+
+def is_optional(name: str, depth: int | None) -> bool:
+    """Return whether a checkpoint of the model may leave a tensor out: one of tied embeddings, or
+    of the layers that predict further tokens (MTP), which published checkpoints have, SGLang's
+    model does not read, and Transformers does not save."""
+    layer = LAYER.match(name)
+    is_beyond = layer is not None and depth is not None and int(layer[1]) >= depth
+    return name in TIED or "mtp" in name or is_beyond

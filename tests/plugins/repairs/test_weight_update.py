@@ -61,6 +61,31 @@ def test_other_tensors_are_refused(what: str, folder: Path) -> None:
         check_folder(str(folder), manager_of(PAIR.target))
 
 
+MTP = ("mtp.fc.weight", "model.mtp.layers.0.mlp.up_proj.weight", "model.layers.{}.eh_proj.weight")
+
+
+@pytest.mark.parametrize("name", MTP)
+@pytest.mark.parametrize("section", [None, "text_config"])
+def test_layers_that_predict_further_tokens_may_be_missing(
+    name: str, section: str | None, folder: Path
+) -> None:
+    """A published checkpoint has them, one that Transformers has saved has not. SGLang reads
+    neither those of Qwen3.5, by their names, nor those of DeepSeek, the last layers."""
+    config = json.loads((folder / "config.json").read_text())
+    depth = config["num_hidden_layers"]
+    if section is not None:
+        config = {"architectures": config["architectures"], section: config}
+        del config[section]["architectures"]
+    (folder / "config.json").write_text(json.dumps(config))
+    saved = shutil.copytree(folder, folder.parent / "saved")
+    rewrite(folder, lambda tensors: tensors.update({name.format(depth): torch.zeros(1)}))
+    check_folder(str(saved), manager_of(folder))
+    check_folder(str(folder), manager_of(saved))
+    rewrite(Path(saved), drop_a_norm)
+    with pytest.raises(ConfigError, match="no tensor 'layers"):
+        check_folder(str(saved), manager_of(folder))
+
+
 def test_the_draft_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"holds \['DFlash\w*'\]; the served model is \['Qwen3"):
         check_folder(str(PAIR.draft), manager_of(PAIR.target))
