@@ -126,6 +126,12 @@ PATCHES = (
          "._decode_batch_token_id_output", "sent_text:send_once",
          "Text before two events that end inside a character can be sent twice.",
          "tests/plugins/repairs/test_token_events.py::test_text_is_sent_twice_without_the_row"),
+        (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager._handle_abort_req",
+         "sent_text:end_without_text",
+         "With --incremental-streaming-output, a request that is aborted in the queue gets all of "
+         "its text once more.",
+         "tests/plugins/repairs/test_aborted_streams.py"
+         "::test_the_whole_text_is_sent_again_without_the_row"),
         *((Kind.AROUND, f"entrypoints.openai.serving_{endpoint}._convert_to_internal_request",
            "bad_bodies:convert_request",
            "chat_template_kwargs with a name of SGLang's own arguments are an HTTP 500.",

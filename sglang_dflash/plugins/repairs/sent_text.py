@@ -1,4 +1,4 @@
-"""A fix for streamed text that is sent twice."""
+"""Fixes for streamed text that is sent twice."""
 
 from __future__ import annotations
 
@@ -20,3 +20,18 @@ def send_once(original: Any, detokenizer: Any, batch: Any) -> Any:
         if rid in status:
             status[rid].sent_offset = max(status[rid].sent_offset, sent)
     return texts
+
+
+def end_without_text(original: Any, manager: Any, abort: Any) -> None:
+    """Around `TokenizerManager._handle_abort_req`, which ends a request that waits in the queue,
+    perhaps again: after a retraction, or because its step failed.
+
+    Its last event has the whole text, but with --incremental-streaming-output an event holds new
+    text only, and all text was sent.
+    """
+    state = manager.rid_to_state.get(abort.rid)
+    original(manager, abort)
+    if state is None or not manager.incremental_streaming_output:
+        return
+    if state.finished and getattr(state.obj, "stream", False):
+        state.out_list[-1]["text"] = ""
