@@ -176,7 +176,7 @@ def test_a_targets_update_is_not_the_drafts(served: Served, new: dict[str, Tenso
 WRONG: dict[str, Any] = {
     "fc.weightt": (torch.zeros(1), "'fc.weightt'; no draft of this config has this tensor"),
     Q: (torch.zeros(1, 2), f"tensor {Q} of the draft: [1, 2]; the config asks for [64, 32]"),
-    "norm.weight": (torch.ones(32, dtype=torch.int8), "norm.weight of the draft: 'torch.int8'"),
+    "norm.weight": (torch.ones(32, dtype=torch.int8), "norm.weight of the draft: 'I8'"),
 }
 
 
