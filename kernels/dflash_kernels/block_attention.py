@@ -245,7 +245,7 @@ def block_attention(
     requests, block, heads, head_dim = q.shape
     _check(out, q, k, v, old, entries)
     groups, splits = heads // k.shape[2], 1 if workspace is None else workspace.lse.shape[2]
-    limit, sinks = layer.reach.of(entries.shape[1]), layer.reach.sinks
+    limit, sinks = layer.reach.tokens_read(entries.shape[1]), layer.reach.sinks
     partial, lse = workspace or (out, out)
     if not requests:
         return
@@ -304,7 +304,7 @@ def traffic(
     groups, rows = heads // kv_heads, block * heads
     tile = tiles(block, groups, head_dim, itemsize, cache_itemsize)
     row_tiles = triton.cdiv(block * groups, tile.rows)
-    limit, sinks = layer.reach.of(columns), layer.reach.sinks
+    limit, sinks = layer.reach.tokens_read(columns), layer.reach.sinks
     in_sight = programs = 0
     for length in seq_lens:
         used, first = min(length, limit), 0

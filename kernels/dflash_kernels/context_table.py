@@ -57,7 +57,7 @@ def context_table(
 
     Args:
         entries: int32 `[R, C]`, written: the entry of each column's token; -1 if there is no such
-            token or its K/V is dead. C is at least `reach.of` the longest request.
+            token or its K/V is dead. C is at least `reach.tokens_read` of the longest request.
         req_to_token: int32 `[rows, positions]`, the target slots of each request's positions. What
             it holds past a request's tokens is not read.
         rows: int `[R]`, the requests' rows of it; not read for a request of length 0.
@@ -80,7 +80,7 @@ def context_table(
     context_table_kernel[(requests, triton.cdiv(columns, BLOCK))](
         entries, req_to_token, rows, seq_lens, entry_of, owner, in_use,
         *entries.stride(), req_to_token.stride(0),
-        columns, reach.of(columns), reach.sinks, req_to_token.shape[1],
+        columns, reach.tokens_read(columns), reach.sinks, req_to_token.shape[1],
         HAS_TAGS=tags is not None, BLOCK=BLOCK,
     )  # fmt: skip
 
@@ -97,7 +97,7 @@ def traffic(
         dead: tokens in sight whose K/V is dead, over all requests.
     """
     programs = len(seq_lens) * triton.cdiv(columns, BLOCK)
-    in_sight = sum(min(n, reach.of(columns)) for n in seq_lens)
+    in_sight = sum(min(n, reach.tokens_read(columns)) for n in seq_lens)
     per_column = 12 if has_tags else 4
     return Traffic(
         read_bytes=programs * 16 + in_sight * per_column,

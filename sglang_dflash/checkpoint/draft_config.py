@@ -60,7 +60,7 @@ class Reach:
         first = self.tail((count - 1) * page_size + 1) // page_size
         return slice(0, sinks), slice(max(first, sinks), count)
 
-    def of(self, length: int) -> int:
+    def tokens_read(self, length: int) -> int:
         """Return how many of a request's `length` tokens are read."""
         return sum(part.stop - part.start for part in self.parts(length))
 

@@ -93,7 +93,7 @@ class GraphedDrafter:
         positions = req_to_token.shape[1]
         self._is_bounded = all(group.reach.is_bounded for group in drafter.groups)
         if self._is_bounded:
-            column_buckets = (max(group.reach.of(positions) for group in drafter.groups),)
+            column_buckets = (max(group.reach.tokens_read(positions) for group in drafter.groups),)
         self._column_buckets = tuple(
             sorted(set(column_buckets or default_column_buckets(positions)))
         )

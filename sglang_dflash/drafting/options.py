@@ -86,7 +86,7 @@ class ResolvedOptions:
             return None
         if self.draft_kv_tokens is not None:
             return self.draft_kv_tokens
-        visible = reach.of(sys.maxsize if self.context is None else self.context)
+        visible = reach.tokens_read(sys.maxsize if self.context is None else self.context)
         return (carried + SPARE_REQUESTS) * (visible + self.verify_block)
 
     def adaptive_widths(self) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ def check_attention(model: DraftModel, draft_block: int, group: KVGroup, most: i
     everything = torch.arange(context, device=draw.device)
     store_(kv, everything, draw.floats(context, *kv.shape[1:]))
     seq_lens = draw.ints(context // 2, context + 1, requests)
-    columns = everything[: layer_group.reach.of(context)].expand(requests, -1)
+    columns = everything[: layer_group.reach.tokens_read(context)].expand(requests, -1)
     live = columns < seq_lens[:, None]
     dead = columns % 7 == 3
     if isinstance(group.attention, PagedAttention):

@@ -147,7 +147,7 @@ def draft_memory(config: DraftConfig, steps: StepSizes) -> DraftMemory:
     block, verified = options.draft_block, options.verify_block
     hidden = config.target_hidden_width * itemsize
     reaches = [group.reach for group in config.groups(options.reach)]
-    columns = [reach.of(steps.positions) for reach in reaches]
+    columns = [reach.tokens_read(steps.positions) for reach in reaches]
     vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / steps.ranks)
     tokens = requests * max(verified, steps.most_waiting_steps)
     recorded = 4 * 8 + 4 + block * 2 * 8 + verified * (2 * 8 + 1 + hidden)

@@ -144,13 +144,13 @@ def test_a_reach_tells_which_pages_hold_what_is_read(
         }
         assert kept == sorted({position // page_size for _, position in read})
         for length in lengths:
-            assert reach.of(length) == sum(of_length == length for of_length, _ in read)
+            assert reach.tokens_read(length) == sum(of_length == length for of_length, _ in read)
 
 
 @pytest.mark.parametrize(("room", "expected"), [(9, (7, 2)), (3, (1, 2)), (1, (0, 1))])
 def test_a_reach_is_resized(room: int, expected: tuple[int, int]) -> None:
     reach = Reach(4, 2).resized(room)
-    assert reach == Reach(*expected) and reach.of(100) == room
+    assert reach == Reach(*expected) and reach.tokens_read(100) == room
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ ENTRIES = 120
 def table(lengths: list[int], reach: Reach) -> ContextTable:
     """A third of the entries dead."""
     seq_lens = torch.tensor(lengths)
-    positions = context_positions(seq_lens, reach.of(max(lengths)), reach)
+    positions = context_positions(seq_lens, reach.tokens_read(max(lengths)), reach)
     entries = torch.randint(ENTRIES, positions.shape)
     live = (positions < seq_lens[:, None]) & (torch.rand(positions.shape) < 0.67)
     return ContextTable(entries.where(live, -1).int(), seq_lens)

@@ -121,7 +121,7 @@ def drafter_of(window: int | None) -> Drafter:
     dtype = torch.bfloat16
 
     def attention(layer_group: LayerGroup) -> TritonAttention:
-        columns = layer_group.reach.of(COLUMNS)
+        columns = layer_group.reach.tokens_read(COLUMNS)
         sizes = AttentionSizes(
             options.draft_block, torch.device("cpu"), layer_group.attentions,
             requests=ROWS, columns=columns,
@@ -215,7 +215,7 @@ def compiled_for(draft: str, ranks: int) -> int:
                 for count, positions in itertools.product(
                     RECORDED, default_column_buckets(POSITIONS)
                 ):
-                    columns = layer_group.reach.of(positions)
+                    columns = layer_group.reach.tokens_read(positions)
                     entries = torch.zeros(count, columns, dtype=torch.int32)
                     attention.prepare(kv, ContextTable(entries, torch.zeros(count).long()))
                     q = torch.zeros(count, block, heads, config.head_dim, dtype=dtype)

@@ -50,7 +50,7 @@ def inputs(
     cache[::3] = float("nan")
     entries = torch.full((count, columns), GARBAGE, dtype=torch.int32, device=DEVICE)
     for row, length in enumerate(lengths):
-        used = min(columns, reach.of(length))
+        used = min(columns, reach.tokens_read(length))
         numbers = torch.randperm(size, device=DEVICE)[:used]
         entries[row, :used] = numbers.where(numbers % 3 > 0, -1).int()
     seq_lens = torch.tensor(lengths, dtype=torch.int64, device=DEVICE)
@@ -207,7 +207,7 @@ def test_traffic(layer: LayerAttention, reach: Reach, splits: int) -> None:
         block_attention.block_attention(out, *given, replace(layer, reach=reach), space)
     dead = 0
     for row, length in enumerate(lengths):
-        used = min(700, reach.of(length))
+        used = min(700, reach.tokens_read(length))
         first = 0
         # Of these lengths, 650 is past the layer's window, with all sinks out of sight.
         if layer.sliding_window is not None and length == 650:

@@ -55,7 +55,7 @@ def test_the_kernel_is_its_twin(lengths: list[int], reach: Reach, kind: str, spa
         with counted_bytes() as count:
             run(entries, table, rows, seq_lens, reach, used)
         if run is context_table.context_table:
-            dead = sum(reach.of(n) for n in lengths) - int((entries >= 0).sum())
+            dead = sum(reach.tokens_read(n) for n in lengths) - int((entries >= 0).sum())
             count.check(context_table.traffic(columns, lengths, reach, ring is not None, dead))
         outputs.append((entries, used))
     (entries, used), (expected, expected_used) = outputs

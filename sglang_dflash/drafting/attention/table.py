@@ -36,7 +36,7 @@ class RequestSlots(NamedTuple):
 
     def columns(self, reach: Reach) -> int:
         """Columns of the requests' table: what the longest request reads."""
-        return reach.of(min(self.longest, self.req_to_token.shape[1]))
+        return reach.tokens_read(min(self.longest, self.req_to_token.shape[1]))
 
 
 class ContextTable(NamedTuple):
@@ -63,8 +63,8 @@ def fill_context_table(
     """Fill the `entries` of a `ContextTable`, and mark in `tags` that they are in use. In torch.
 
     Args:
-        entries: int32 `[R, C]`, written (see `ContextTable`). C is at least `reach.of` the longest
-            request.
+        entries: int32 `[R, C]`, written (see `ContextTable`). C is at least `reach.tokens_read` of
+            the longest request.
         req_to_token: int `[rows, positions]`, see `RequestSlots`.
         rows: int `[R]`.
         seq_lens: int `[R]`.

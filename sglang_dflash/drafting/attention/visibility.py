@@ -15,7 +15,7 @@ def context_positions(seq_lens: Tensor, width: int, reach: Reach, first: int = 0
 
     Args:
         seq_lens: int64 `[R]`, committed tokens.
-        width: columns to fill. All columns are `reach.of` the longest request, or more.
+        width: columns to fill. All columns are `reach.tokens_read` of the longest request, or more.
         first: the first of these columns.
 
     Returns:

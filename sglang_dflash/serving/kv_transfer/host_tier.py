@@ -61,7 +61,7 @@ class HostTier:
         """`groups`: with tags; `carried`: requests that run at a time, at most; `sends`: whether
         draft K/V goes on to another server, from the slots as they are."""
         # Narrow windows come first: their copies are short, and need not wait for a long one.
-        self._groups = sorted(groups, key=lambda group: group.reach.of(sys.maxsize))
+        self._groups = sorted(groups, key=lambda group: group.reach.tokens_read(sys.maxsize))
         self._carried, self._sends = carried, sends
         tags = groups[0].cache.tags
         if tags is None:

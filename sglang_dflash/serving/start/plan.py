@@ -192,7 +192,7 @@ class Plan:
                 layer_group.attentions,
                 tp=self.tp,
                 requests=admitted,
-                columns=layer_group.reach.of(positions),
+                columns=layer_group.reach.tokens_read(positions),
                 scratch=cache.num_entries + 1,
                 holes=cache.has_holes,
             )

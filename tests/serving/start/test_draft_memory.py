@@ -144,7 +144,7 @@ def test_what_is_kept_is_what_was_reserved(
         if backend == "triton":
             kept = (part for part in vars(attention).values() if isinstance(part, torch.Tensor))
             workspaces += sum(tensor.nbytes for tensor in kept)
-        columns += group.reach.of(POSITIONS)
+        columns += group.reach.tokens_read(POSITIONS)
         kv, entries = plan.draft_kv(RUNNING)[drafter.groups.index(group)], cache.num_entries
         assert cache.kv[0].nbytes + tags == kv.token_bytes
         if group.reach.is_bounded:
@@ -161,7 +161,9 @@ def test_what_is_kept_is_what_was_reserved(
     if backend == "triton":
         assert needed.attention_workspace == workspaces > 0
     assert columns == 200 + (POSITIONS if window is None else window)
-    holes = sum(group.reach.of(POSITIONS) for group in drafter.groups if group.cache.has_holes)
+    holes = sum(
+        group.reach.tokens_read(POSITIONS) for group in drafter.groups if group.cache.has_holes
+    )
     table = 12 * (columns - holes) + 48 * holes if backend == "pages" else 4 * columns
     assert needed.context_tables == RUNNING * table
     slots_of = torch.zeros(RUNNING + 1, POSITIONS, dtype=torch.int32)
