@@ -233,8 +233,6 @@ def window_traffic(pool: Tensor, count: int, checkpoints: int | None = None) -> 
     as in `traffic`."""
     depth, _, channels, history = pool.shape
     windows = (count + (checkpoints or 0)) * channels * history * pool.element_size()
-    per_program = 24 if checkpoints is None else 32
-    read = count * triton.cdiv(channels, WINDOW_BLOCK) * per_program + 8 * (checkpoints or 0) * (
-        triton.cdiv(channels, WINDOW_BLOCK)
-    )
+    numbers = count * 3 if checkpoints is None else count * 4 + checkpoints
+    read = triton.cdiv(channels, WINDOW_BLOCK) * numbers * 8
     return Traffic(depth * (read + windows), depth * windows)
