@@ -313,8 +313,10 @@ def unpacked(named: Any) -> list[tuple[str, Any]]:
 
 def check_same(config: DraftConfig, served: DraftConfig) -> None:
     """Raise ConfigError if the server was not started for a draft of that config. How weights are
-    stored does not matter: they are served dequantized."""
-    for name in (field.name for field in fields(served) if field.name != "quantization"):
+    stored does not matter: they are served dequantized. Nor do keys that have no effect here."""
+    for name in [each.name for each in fields(served) if each.compare]:
+        if name == "quantization":
+            continue
         new, old = getattr(config, name), getattr(served, name)
         if new != old:
             required = f"the served draft has {old!r}; start a server with this draft"

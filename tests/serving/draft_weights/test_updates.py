@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
 from sglang_dflash.serving.draft_weights.updates import BUCKET, with_draft
-from tests.conftest import random_model, raw_config, rewrite
+from tests.conftest import random_model, raw_config, rewrite, with_own
 from tests.patches.originals import original
 from tests.quantized_draft import EXPORTERS
 
@@ -230,7 +230,8 @@ def test_broadcast_tensors(
 
 
 def test_a_folder(served: Served, new: dict[str, Tensor], tmp_path: Path) -> None:
-    """A draft's goes to the draft alone; one of another config, or not trained, is refused."""
+    """A draft's goes to the draft alone; one of another config, or not trained, is refused. A key
+    that means nothing here makes no other config."""
 
     def answer() -> Any:
         request = io_struct.UpdateWeightFromDiskReqInput(
@@ -241,7 +242,7 @@ def test_a_folder(served: Served, new: dict[str, Tensor], tmp_path: Path) -> Non
     config = tmp_path / "new" / "config.json"
     config.write_text(json.dumps(raw_config(block_size=6)))
     assert "block_size in the draft's config.json: 6; the served draft has 4" in answer().message
-    config.write_text(json.dumps(raw_config()))
+    config.write_text(json.dumps(raw_config(**with_own(of_trainer=1))))
     rewrite(tmp_path / "new", lambda tensors: tensors.update({"norm.weight": torch.zeros(32)}))
     assert "norm.weight of the draft: all zeros" in answer().message
     assert not has(served.draft, new) and not served.versions
