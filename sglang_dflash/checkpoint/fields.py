@@ -215,10 +215,16 @@ def read_json_object(path: Path, field: str) -> Mapping[str, Any]:
 
 def check_files(folder: str | Path) -> None:
     """Raise ConfigError if something in a draft's folder is neither file nor folder: SGLang reads
-    files of many names, and would wait for a pipe; or if one that it reads holds no JSON object."""
-    for path in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else ():
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            required = "a pipe, a socket or a device; a file is required"
-            raise ConfigError("draft checkpoint", str(path), required)
-        if path.name in READ_BY_SGLANG and path.suffix == ".json":
-            read_json_object(path, "draft checkpoint")
+    files of many names, and would wait for a pipe; or if one that it reads holds no JSON object; or
+    if the folder cannot be read."""
+    field = "draft checkpoint"
+    try:
+        for path in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else ():
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                required = "a pipe, a socket or a device; a file is required"
+                raise ConfigError(field, str(path), required)
+            if path.name in READ_BY_SGLANG and path.suffix == ".json":
+                read_json_object(path, field)
+    except OSError as error:
+        required = f"cannot be read: {error.strerror}"
+        raise ConfigError(field, str(folder), required) from error

@@ -42,6 +42,18 @@ def test_a_read_error_names_the_file(name: str, draft: Path) -> None:
     assert name in message and "\n" not in message
 
 
+def test_a_folder_that_cannot_be_listed_is_named(
+    draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(_: Path) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied") as error:
+        draft_folder(str(draft))
+    assert error.value.value == str(draft)
+
+
 def test_a_full_disk_during_a_download_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
