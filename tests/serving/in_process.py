@@ -117,7 +117,7 @@ def worker_of(
     lookup = Lookup(table, model.ops, block, VOCAB, drafter.counters) if looks_up else None
     target: Any = Target(model.config.target_hidden_width, device, padding)
     figures = Figures(
-        worker="", tp=TensorParallel(), attention="torch", memory={}, context_length=COLUMNS,
+        worker="", attention="torch", memory={}, context_length=COLUMNS,
         simulated=None, model=model, options=options, drafter=drafter, lookup=lookup,
         rollback=rollback, policy=widths.policy, width_steps=widths.steps, labels=labels,
         warnings=warnings, pages=DraftKVPages(groups),

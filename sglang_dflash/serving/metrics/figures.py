@@ -15,7 +15,6 @@ from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Finding, ResolvedOptions
-from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.memory.sizes import HeadBytes, head_bytes
 from sglang_dflash.serving.kv_transfer.disaggregation import DraftKVPages
@@ -49,7 +48,7 @@ SET_UP: tuple[Figure[Figures], ...] = (
            "the worker's class. With SGLang's worker there is no key `dflash`: "
            "`dflash_builtin_reason` in the same entry tells why it serves"),
     Figure("version", lambda s: version("sglang-dflash"), "the version of sglang-dflash"),
-    Figure("tensor_parallel", lambda s: s.tp.size,
+    Figure("tensor_parallel", lambda s: s.model.tp.size,
            "ranks over which drafter and target are sharded; bytes below are one rank's"),
     Figure("block_size", lambda s: s.options.verify_block, _BLOCKS),
     Figure("trained_block_size", lambda s: s.model.config.block_size, _BLOCKS),
@@ -164,7 +163,6 @@ class Figures:
 
     Attributes:
         worker: the name of its class.
-        tp: the first rank logs what is warned of.
         attention: the draft attention backend.
         memory: bytes reserved for the drafter, by use.
         context_length: tokens of a request, at most.
@@ -179,7 +177,6 @@ class Figures:
     """
 
     worker: str
-    tp: TensorParallel
     attention: str
     memory: Mapping[str, int]
     context_length: int
@@ -202,7 +199,8 @@ class Figures:
     def __post_init__(self) -> None:
         self.counts = AcceptanceCounts(self.options.verify_block)
         self.times = StepTimes()
-        counters, speaks = self.drafter.counters, self.tp.rank == 0
+        # Of the ranks of one server, the first one logs.
+        counters, speaks = self.drafter.counters, self.model.tp.rank == 0
         self.watch = DraftWatch(
             counters, self.draft_kv_entries, self.warnings, speaks, self.not_paying
         )

@@ -179,7 +179,7 @@ class DFlashSpecWorker(BaseSpecWorker):
                 plan.rollback.check()
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, plan.device)
-        widths = StepWidths(plan.policy, plan.tp, StepClock(plan.device))
+        widths = StepWidths(plan.policy, plan.model.tp, StepClock(plan.device))
         largest = fused_sampler(plan.model.ops, runner.sampler)
         target_tokens = TargetTokens(runner.sampler, ranks, penalties, largest)
         target_tokens.warm_up(vocab_size, plan.device)
@@ -220,7 +220,6 @@ class DFlashSpecWorker(BaseSpecWorker):
         plan, runner = self._plan, self._target_worker.model_runner
         return Figures(
             worker=f"{DFlashWorker.__module__}.{DFlashWorker.__qualname__}",
-            tp=plan.tp,
             attention=plan.attention,
             memory=self._memory.as_report(),
             context_length=runner.model_config.context_len,

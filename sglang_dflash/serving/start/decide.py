@@ -46,10 +46,12 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
     """
     ours, settings = flags.ServerFlags.of(server_args), resolving_view(server_args)
     runner = target_worker.model_runner
-    device, tp = torch.device(runner.device), tensor_parallel()
+    device = torch.device(runner.device)
     check_model_dtype(runner.dtype, device)
     began = time.perf_counter()
-    model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
+    model = load_draft(
+        dtype=runner.dtype, device=device, tp=tensor_parallel(), ops=draft_ops(device)
+    )
     if device.type == "cpu":
         # Pack as the target is packed: its weights may be float16 beside float32 activations.
         head = unwrap_lora_layer(getattr(runner.model, "lm_head", None))
@@ -75,7 +77,6 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
         options=options,
         policy=policy,
         backend=backend,
-        tp=tp,
         device=device,
         kv_dtype=dtype,
         max_running=settings.max_running_requests,

@@ -21,7 +21,6 @@ from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import MOST_WAITING_STEPS, Finding, ResolvedOptions
-from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import check_attention, check_ops
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.memory.draft_memory import NarrowForwards, StepSizes
@@ -62,7 +61,6 @@ class Plan:
     options: ResolvedOptions
     policy: WidthPolicy
     backend: Backend
-    tp: TensorParallel
     device: torch.device
     kv_dtype: torch.dtype
     max_running: int
@@ -92,7 +90,6 @@ class Plan:
             options=options,
             policy=WidthPolicy(options.verify_block),
             backend=backend,
-            tp=TensorParallel(),
             device=model.norm.weight.device,
             kv_dtype=model.dtype,
             max_running=max_running,
@@ -130,7 +127,7 @@ class Plan:
             self.options,
             carried,
             itemsize=self.kv_dtype.itemsize,
-            ranks=self.tp.size,
+            ranks=self.model.tp.size,
             hierarchical=self.hierarchical,
             disaggregated=self.disaggregated,
         )
@@ -148,7 +145,7 @@ class Plan:
             max_running=self.max_running,
             rows=self.max_running + self.arriving + 1,
             positions=positions,
-            ranks=self.tp.size,
+            ranks=self.model.tp.size,
             itemsize=self.model.dtype.itemsize,
             kv=self.draft_kv(self.max_running),
             tagged=self.hierarchical,
@@ -190,7 +187,7 @@ class Plan:
                 self.options.draft_block,
                 self.device,
                 layer_group.attentions,
-                tp=self.tp,
+                tp=self.model.tp,
                 requests=admitted,
                 columns=layer_group.reach.tokens_read(positions),
                 scratch=cache.num_entries + 1,

@@ -58,7 +58,7 @@ def plan_of(pair: Pair, options: ResolvedOptions, policy: WidthPolicy, name: str
         torch.set_default_dtype(before)
     plan = Plan.of_draft(model, options, name, ATTENTION[name], REQUESTS)
     recorder = OpRecorder if plan.backend.capabilities.capturable else None
-    return replace(plan, policy=policy, tp=ranks, device=CUDA, recorder=recorder)
+    return replace(plan, policy=policy, device=CUDA, recorder=recorder)
 
 
 @pytest.fixture(autouse=True)
