@@ -18,7 +18,7 @@ from sglang_dflash.checkpoint.fields import NEUTRAL, Fields, read_json_object
 from sglang_dflash.checkpoint.heads import architectures, head_keys, speculators_types
 from sglang_dflash.common.errors import ConfigError, shown
 
-# What Transformers' Qwen3Config takes; the draft of a GPT-OSS target names that one's.
+# Values of `model_type` that are served: the draft of a GPT-OSS target names the target's.
 _MODEL_TYPES = ("qwen3", "gpt_oss")
 
 

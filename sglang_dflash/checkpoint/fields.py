@@ -17,7 +17,8 @@ from sglang_dflash.common.errors import ConfigError, UnsupportedDraft, cut, show
 
 # Counts and sizes of a model are 32-bit in SGLang and in kernels.
 _MOST_INT = 2**31 - 1
-# Of a layer: far above any published draft, and below what makes the arithmetic of sizes overflow.
+# The largest width of a layer, far above that of any published draft: the arithmetic of sizes does
+# not overflow.
 MOST_WIDTH = 2**18
 # Files beside config.json and weights that SGLang reads of a draft.
 READ_BY_SGLANG = (
@@ -25,7 +26,7 @@ READ_BY_SGLANG = (
 )  # fmt: skip
 # Values of a field that are as good as none.
 NEUTRAL = (None, False, 0, "")
-# Published ones are below 100 kB.
+# The largest config.json; published ones are below 100 kB.
 _MOST_BYTES = 2**20
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_dflash.checkpoint.quantization import NAMES
 
-# What names and configs say, the first that is found -> the precision. Of 16 bits they say nothing.
+# Words in names and configs -> the precision; the first that matches counts. 16 bits have none.
 _SAID = (
     (r"mxfp4", "MXFP4"),
     (r"fp4", "NVFP4"),

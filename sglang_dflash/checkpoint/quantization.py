@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from sglang_dflash.checkpoint.fields import NEUTRAL, Fields, is_int, read_json_object
 from sglang_dflash.checkpoint.heads import is_table
 
-# The keys of config.json that tell it: that of today, and an early one of compressed-tensors.
+# The keys of config.json that declare a quantization: today's, and an early one of
+# compressed-tensors.
 NAMES = ("quantization_config", "compression_config")
 
 

@@ -39,8 +39,8 @@ _BITS = {
     "F32": ("<u4", 0x7F80_0000),
     "F64": ("<u8", 0x7FF0_0000_0000_0000),
 }
-# Of tensors that change nothing here: scales of activations and of K/V that quantized drafts may
-# have, and what old versions of Transformers computed of the config.
+# Ends of the names of tensors that change nothing here: scales of activations and of K/V that
+# quantized drafts may have, and what old versions of Transformers computed of the config.
 HARMLESS = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".k_scale", ".v_scale",
     ".rotary_emb.inv_freq",

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Self
 
-# Of an error about something that is missing as a whole. Processes send errors to each other.
+# The value of an error about something that is missing as a whole. It is the same object in every
+# process, and processes send errors to each other.
 _NO_VALUE = ...
 
 

@@ -124,7 +124,7 @@ class Survival:
         self._error_variance += WEIGHT * (error * error - self._error_variance)
         _average(self.probabilities, survived, weight)
         _average(self._recent_probabilities, survived, recent_weight)
-        # Of the mean of the last steps, weighted as here.
+        # The standard deviation of the mean of the last steps, weighted as here.
         deviation = sqrt(self._error_variance * recent_weight / (2 - recent_weight))
         if abs(self._recent_error) > CHANGE_DEVIATIONS * deviation:
             self.probabilities = list(self._recent_probabilities)
@@ -333,7 +333,7 @@ class AdaptiveWidth(WidthPolicy):
         wider = [width for width in rate if width > best]
         if wider:
             width = max(wider, key=rate.__getitem__)
-            # In steps of the best width.
+            # The time that the try loses, in steps of the best width.
             lost = (1 - rate[width] / rate[best]) * seconds[width] / seconds[best]
             age = min(self._steps_since_use[each] for each in self.widths if each > best)
             if age >= self._pause_factor * max(LEAST_STEPS, lost / BUDGET):

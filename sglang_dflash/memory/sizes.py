@@ -34,8 +34,8 @@ KV_DTYPES: Mapping[str, int] = {
 }
 _BF16, _FP32 = KV_DTYPES["bfloat16"], KV_DTYPES["float32"]
 
-# Of a ring, per entry: whose it is, and whether it is in use; and per target token: which entry it
-# has.
+# Bytes of a ring's tags: for each entry whose it is, and whether it is in use; for each target slot
+# which entry it has.
 BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT = 5, 4
 
 # --swa-full-tokens-ratio, where it is not given.

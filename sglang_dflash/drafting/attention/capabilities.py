@@ -116,7 +116,7 @@ class Capabilities:
 
 _CUDA = frozenset({"cuda"})
 TRITON_HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
-# Of kernels whose queries and keys are of one dtype, a tensor core's.
+# dtypes of draft K/V for kernels whose queries and keys share a tensor core's dtype.
 _HALF = frozenset({"bfloat16", "float16"})
 # The preferred ones first.
 CAPABILITIES: Mapping[str, Capabilities] = {

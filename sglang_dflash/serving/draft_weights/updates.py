@@ -208,7 +208,7 @@ class TargetAndDraft:
             )
 
         if load_format not in (None, BUCKET):
-            # Of SGLang's runner, or an operator's own.
+            # A format of SGLang's runner, or an operator's own.
             return load_target(named_tensors)
         # A rank has tensors of its own.
         if not any(self._draft.gathered(_has_marked(named_tensors))):
@@ -218,7 +218,7 @@ class TargetAndDraft:
     def load_weights_from_distributed(self, named_tensors: Named) -> Result:
         named = list(named_tensors)
         load_target = self._target.load_weights_from_distributed
-        # Of a request's names, which all ranks have: one whose receive has failed is not here.
+        # All ranks have the request's names: one whose receive has failed is not here.
         if not _has_marked(named):
             return load_target(named)
         return self._load(named, load_target)

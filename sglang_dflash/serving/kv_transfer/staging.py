@@ -16,7 +16,7 @@ from torch import Tensor
 
 # Page-locked bytes. A piece takes a quarter of them at most.
 RING = 1 << 27
-# Of an int64 that goes with each row. Buffers begin at multiples, as any dtype needs.
+# Bytes of the int64 that goes with each row. Buffers begin at multiples, as any dtype needs.
 NUMBER = 8
 
 Job = Callable[[], object]

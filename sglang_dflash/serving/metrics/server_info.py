@@ -282,7 +282,7 @@ class ServerInfo:
             if machine
             else NOT_KNOWN
         )
-        # Of a server without this package: what was asked for.
+        # A server without this package tells only the dtype that was asked for.
         dtype, version = self.info.get("dtype"), self.info.get("version")
         return {
             "dtype": machine.get("dtype") or (NOT_KNOWN if dtype in (None, "auto") else dtype),

@@ -267,7 +267,7 @@ class CommandLineSettings:
         settings: see `server_flags.settings_of`.
     """
 
-    # What is given is explicit.
+    # A quantization on the command line was asked for.
     _speculative_draft_quantization_explicitly_set = True
 
     def __init__(self, settings: Mapping[str, Any]) -> None:

@@ -84,7 +84,7 @@ def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int =
         finally:
             output.extend(tokens)
     if request.finished():
-        # Of all of the step; an answer begins with them.
+        # SGLang has counted all tokens of the step. An answer begins with its reasoning.
         tokens_through_stop = len(request.output_ids_through_stop)
         request.reasoning_tokens = min(request.reasoning_tokens, tokens_through_stop)
 
