@@ -35,7 +35,10 @@ Qwen3NextForCausalLMMTP Qwen3VLForConditionalGeneration Qwen3VLMoeForConditional
 Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM
 Qwen3_5MoeForConditionalGeneration Qwen4ExpForConditionalGeneration TeleFLMForCausalLM
 """
-TARGETS = frozenset(_NAMES.split())
+# These inherit it, and a forward of their own drops the hidden states: SGLang's server would end in
+# its first forward, when the weights are loaded.
+SILENT = frozenset({"Qwen4ExpForConditionalGeneration"})
+TARGETS = frozenset(_NAMES.split()) - SILENT
 
 
 def check_target_class(target: str, architectures: Any) -> None:
@@ -51,6 +54,9 @@ def check_target_class(target: str, architectures: Any) -> None:
 
 
 def unserved_class(target: str, architectures: Any) -> ConfigError:
-    """The error for a target whose class does not have `METHOD`."""
-    required = f"SGLang's class for {shown(architectures)} has no {METHOD}: no DFLASH worker, "
+    """The error for a target whose class does not have `METHOD`, or is one of `SILENT`."""
+    lacks = f"has no {METHOD}"
+    if not SILENT.isdisjoint(map(str, architectures)):
+        lacks = "returns no hidden states for a draft"
+    required = f"SGLang's class for {shown(architectures)} {lacks}: no DFLASH worker, "
     return ConfigError("target", target, f"{required}SGLang's included, can serve it with a draft")

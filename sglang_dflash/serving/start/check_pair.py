@@ -14,7 +14,7 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig, read_draft
 from sglang_dflash.checkpoint.origin import published_draft
 from sglang_dflash.checkpoint.precision import other_precision
 from sglang_dflash.checkpoint.published import check_target_folder
-from sglang_dflash.checkpoint.target_classes import METHOD, TARGETS, unserved_class
+from sglang_dflash.checkpoint.target_classes import METHOD, SILENT, TARGETS, unserved_class
 from sglang_dflash.checkpoint.tensors import check_weights
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft, shown_pair
 from sglang_dflash.common.log import Log
@@ -175,7 +175,8 @@ def _check_target_class(model: Any) -> None:
 
     # SGLang serves an unknown architecture with its class for Transformers' models.
     is_native = any(map(ModelRegistry.is_arch_supported, names))
-    if not is_native or not hasattr(ModelRegistry.resolve_model_cls(names)[0], METHOD):
+    is_asked = is_native and hasattr(ModelRegistry.resolve_model_cls(names)[0], METHOD)
+    if not is_asked or names[0] in SILENT:
         raise unserved_class(model.model_path, names)
 
 
