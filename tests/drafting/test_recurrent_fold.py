@@ -96,6 +96,28 @@ def test_every_accepted_length_gives_the_state_of_that_many_steps() -> None:
         assert torch.equal(states[:, 0], before[:, 0])
 
 
+def test_what_follows_the_accepted_tokens_leaves_nothing() -> None:
+    """After a narrow step, it is another request's: its numbers may be infinite or none."""
+    lengths = torch.arange(1, BLOCK)
+    count = len(lengths)
+    clean = VerifyInputs(
+        window=torch.randn(DEPTH, count, CHANNELS, WIDTH - 1),
+        inputs=torch.randn(DEPTH, count, BLOCK, CHANNELS),
+        a=torch.randn(DEPTH, count, BLOCK, VALUE_HEADS),
+        b=torch.randn(DEPTH, count, BLOCK, VALUE_HEADS),
+    )
+    layers, moves = random_layers(bias=True), Moves(*[torch.arange(count)] * 3, lengths)
+    expected = torch.randn(DEPTH, count, VALUE_HEADS, VALUE_DIM, KEY_DIM)
+    states = expected.clone()
+    fold_(layers, expected, clean, moves)
+    behind = torch.arange(BLOCK) >= lengths[:, None]
+    for value in (torch.nan, torch.inf):
+        broken = [x.masked_fill(behind[..., None], value) for x in clean[1:]]
+        now = states.clone()
+        fold_(layers, now, VerifyInputs(clean.window, *broken), moves)
+        torch.testing.assert_close(now, expected, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("batch", [(), (3,), (2, 1, 5)], ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2, 3), (7, 5), (16, 9), (33, 1)])
 def test_a_gpu_substitutes_what_a_cpu_solves(

@@ -124,10 +124,12 @@ def _fold_part_(
     rows, slots_before, slots_after, lengths = part[:4]
     window, inputs, a, b = (x[:, rows] for x in verified)
     block, keys = inputs.shape[2], layers.key_heads * layers.key_dim
+    rejected = (torch.arange(block, device=rows.device) >= lengths[:, None])[..., None]
+    # After a narrow step, of another request: 0 times what is no number would be none.
+    inputs.masked_fill_(rejected, 0.0)
     k, v = _keys_and_values(layers, window[:, :, keys:], inputs[..., keys:])
     g, beta = gates(layers.a_log[:, None, None], a, layers.dt_bias[:, None, None], b)
     # A rejected token neither decays the state nor writes to it.
-    rejected = (torch.arange(block, device=rows.device) >= lengths[:, None])[..., None]
     # Log decay since the block's start, [L, N, HV, B, 1].
     total = g.masked_fill(rejected, 0.0).transpose(2, 3).cumsum(-1)[..., None]
     beta = beta.masked_fill(rejected, 0.0).transpose(2, 3)[..., None]
