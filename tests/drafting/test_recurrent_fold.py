@@ -106,7 +106,8 @@ def test_what_follows_the_accepted_tokens_leaves_nothing() -> None:
         a=torch.randn(DEPTH, count, BLOCK, VALUE_HEADS),
         b=torch.randn(DEPTH, count, BLOCK, VALUE_HEADS),
     )
-    layers, moves = random_layers(bias=True), Moves(*[torch.arange(count)] * 3, lengths)
+    rows = torch.arange(count)
+    layers, moves = random_layers(bias=True), Moves(rows, rows, rows, lengths)
     expected = torch.randn(DEPTH, count, VALUE_HEADS, VALUE_DIM, KEY_DIM)
     states = expected.clone()
     fold_(layers, expected, clean, moves)

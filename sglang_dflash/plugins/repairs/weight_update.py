@@ -16,7 +16,7 @@ import httpx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from sglang_dflash.checkpoint.fields import read_json_object
+from sglang_dflash.checkpoint.fields import Fields, read_json_object
 from sglang_dflash.checkpoint.stored import StoredTensor, stored_tensors
 from sglang_dflash.common.errors import ConfigError, cut
 from sglang_dflash.common.log import Log
@@ -128,7 +128,7 @@ def _read_served(manager: Any) -> ServedCheckpoint:
     is_stored = any(Path(folder).glob("*.safetensors"))
     tensors = stored_tensors(folder, "served") if is_stored else None
     config = _config(folder)
-    depth = {**config, **(config.get("text_config") or {})}.get("num_hidden_layers")
+    depth = Fields.of(config, "target").get("num_hidden_layers")
     return ServedCheckpoint(config.get("architectures"), depth, tensors)
 
 
