@@ -23,7 +23,7 @@ import requests
 
 from sglang_dflash.tools.bench.server import Server, free_port
 from tests.engine import workload
-from tests.engine.servers import DFLASH, PLAIN, TP2, ServerConfig
+from tests.engine.servers import DFLASH, DP2, PLAIN, TP2, ServerConfig
 from tests.engine.session import ServerSession
 
 pytestmark = pytest.mark.long
@@ -110,13 +110,17 @@ def test_an_exception_in_every_step_ends_the_server(
     assert status != 0 and all(outcome.how != "200" for outcome in outcomes.values())
 
 
-def test_sigterm_lets_running_requests_end(servers: ServerSession) -> None:
-    """SGLang's graceful shutdown: running requests are answered, then the server ends."""
-    with started(servers, DFLASH) as (server, pool):
+@pytest.mark.parametrize("config", [DFLASH, DP2], ids=str)
+def test_sigterm_lets_running_requests_end(config: ServerConfig, servers: ServerSession) -> None:
+    """SGLang's graceful shutdown, also if all processes get the signal, as by systemd: running
+    requests are answered, then the server ends."""
+    with started(servers, config) as (server, pool):
         whole = send(server, 600).tokens
         waiting = load(pool, server, 600)
         time.sleep(0.5)
-        os.kill(server.process.pid, signal.SIGTERM)
+        parent = psutil.Process(server.process.pid)
+        for process in (parent, *parent.children(recursive=True)):
+            process.send_signal(signal.SIGTERM)
         _, outcomes = report("SIGTERM", time.monotonic(), server, waiting)
     assert [outcome.tokens for outcome in outcomes.values()] == [whole] * 4
 

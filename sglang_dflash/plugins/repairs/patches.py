@@ -57,10 +57,12 @@ PATCHES = (
          "A stop_regex can keep the scheduler busy forever.",
          "tests/plugins/repairs/test_stop_patterns.py"
          "::test_a_pattern_takes_for_ever_without_the_row"),
-        *((Kind.BEFORE, f"managers.{loop}", "interrupts:ignore_interrupts",
-           "Ctrl-C ends the process with a traceback, while requests are still answered.",
-           "tests/plugins/repairs/test_interrupts.py::test_a_child_dies_of_ctrl_c_without_the_rows")
+        *((Kind.BEFORE, f"managers.{loop}", "interrupts:leave_to_server",
+           "Ctrl-C, or a SIGTERM that a supervisor sends to all processes, ends this one while "
+           "requests are still answered.",
+           "tests/plugins/repairs/test_interrupts.py::test_a_child_dies_without_the_rows")
           for loop in ("scheduler.Scheduler.run_event_loop",
+                       "data_parallel_controller.DataParallelController.event_loop",
                        "detokenizer_manager.DetokenizerManager.event_loop")),
         *((when, target, "orphans:end_if_orphaned",
            "After SIGTERM while a server starts, a child that was importing stays forever.",

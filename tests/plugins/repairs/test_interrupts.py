@@ -1,4 +1,4 @@
-"""Ctrl-C and the processes of a server."""
+"""Ctrl-C and SIGTERM, and the processes of a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from multiprocessing.synchronize import Event
 
 import pytest
 
-from sglang_dflash.plugins.repairs.interrupts import ignore_interrupts
+from sglang_dflash.plugins.repairs.interrupts import leave_to_server
 from sglang_dflash.serving.start.one_line_errors import use_one_line
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -21,36 +21,56 @@ def _loop(repaired: bool, begun: Event, ended: Event) -> None:
     # A test run's own choice would be inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if repaired:
-        ignore_interrupts(None)
+        leave_to_server(None)
     begun.set()
     ended.wait(60)
 
 
-def _interrupted(repaired: bool) -> bool:
-    """Return whether a child survives Ctrl-C."""
+def _survives(number: signal.Signals, repaired: bool) -> bool:
+    """Return whether a child survives a signal."""
     begun, ended = SPAWN.Event(), SPAWN.Event()
     child = SPAWN.Process(target=_loop, args=(repaired, begun, ended))
     child.start()
     assert begun.wait(60) and child.pid is not None
-    os.kill(child.pid, signal.SIGINT)
+    os.kill(child.pid, number)
     time.sleep(0.5)
     lives = child.is_alive()
     ended.set()
     child.join(60)
-    assert child.exitcode == (0 if lives else 1)
+    of_signal = {signal.SIGINT: 1, signal.SIGTERM: -signal.SIGTERM}[number]
+    assert child.exitcode == (0 if lives else of_signal)
     return lives
 
 
-def test_a_child_dies_of_ctrl_c_without_the_rows() -> None:
-    assert not _interrupted(repaired=False)
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
 
 
-def test_a_child_leaves_it_to_the_server() -> None:
-    assert _interrupted(repaired=True)
+@SIGNALS
+def test_a_child_dies_without_the_rows(number: signal.Signals) -> None:
+    assert not _survives(number, repaired=False)
+
+
+@SIGNALS
+def test_a_child_leaves_it_to_the_server(number: signal.Signals) -> None:
+    assert _survives(number, repaired=True)
     # Not so a process of the user's that runs the loop itself.
-    before = signal.getsignal(signal.SIGINT)
-    ignore_interrupts(None)
-    assert signal.getsignal(signal.SIGINT) is before
+    before = signal.getsignal(number)
+    leave_to_server(None)
+    assert signal.getsignal(number) is before
+
+
+def _has_handler(handled: Event) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: handled.set())
+    leave_to_server(None)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_handler_of_sglangs_stays() -> None:
+    handled = SPAWN.Event()
+    child = SPAWN.Process(target=_has_handler, args=(handled,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0 and handled.is_set()
 
 
 def test_the_server_ends_without_a_traceback(
