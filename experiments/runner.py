@@ -151,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
                     args.out.parent.mkdir(parents=True, exist_ok=True)
                     args.out.write_text(json.dumps(result, indent=1) + "\n")
     except ConfigError as error:
-        print(f"{name}: {error.named(flag_names(options_parser))}", file=sys.stderr)
+        print(f"{name}: {error.named(flag_names(options_parser, argv))}", file=sys.stderr)
         return 1
     print(*module.table(result), sep="\n")
     failure = module.failure(result) if hasattr(module, "failure") else None

@@ -23,10 +23,11 @@ CLAIMS = (
      r"(\S+)x\)\. Of plain decoding: (\S+)x to (\S+)x,", "bench_smollm2_h200",
      "over_builtin_geometric_mean over_builtin.edits_8 "
      "over_builtin.code_8 over_plain.chat_32 over_plain.code_1"),
-    (r"32 requests: \*\*(\S+)\*\* with .*, (\S+) without; SGLang's worker (\d+) \(9",
+    (r"32 requests, .*: \*\*(\S+)\*\* with .*, (\S+) without; SGLang's worker (\d+) "
+     r"\(default flags: (\d+) run",
      "gpu_servers_27b_defaults_h200",
      "servers.adaptive.levels.32.tokens_per_second servers.dflash.levels.32.tokens_per_second "
-     "servers.builtin.levels.32.tokens_per_second"),
+     "servers.builtin.levels.32.tokens_per_second servers.builtin.running_requests"),
     (r"\| (\S+)x \| `bash launch/demo\.sh --check` \|", "demo_smollm2_cpu", "speedup"),
     (r"SGLang's worker (\S+ %)\) \| (\S+ %) \| `python -m experiments target_kv_tokens` \|",
      "target_kv_tokens_cpu", "share_of_plain.builtin share_of_plain.bounded"),
@@ -37,7 +38,7 @@ CLAIMS = (
      "gpu_servers_27b_defaults_h200",
      "servers.builtin.running_requests servers.builtin.levels.32.tokens_per_second "
      "servers.adaptive.levels.32.tokens_per_second"),
-    (r"no draft (\S+) \(the only run without FlashInfer", "gpu_servers_27b_h200",
+    (r"no draft (\S+) \(without FlashInfer", "gpu_servers_27b_h200",
      "servers.ar.levels.32.tokens_per_second"),
 )  # fmt: skip
 

@@ -80,12 +80,18 @@ def given(args: argparse.Namespace, settings: type) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
 
-def flag_names(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the name by which an error calls each setting of a command: see
-    `ConfigError.named`."""
-    return {
-        action.dest: (*action.option_strings, action.dest.upper())[0] for action in parser._actions
-    }
+def flag_names(parser: argparse.ArgumentParser, argv: Iterable[str] = ()) -> dict[str, str]:
+    """Return the name by which an error calls each setting of a command: see `ConfigError.named`.
+
+    Args:
+        argv: what was typed. A flag with several spellings is called as there.
+    """
+    typed = {word.partition("=")[0] for word in argv}
+    names = {}
+    for action in parser._actions:
+        spellings = (*action.option_strings, action.dest.upper())
+        names[action.dest] = next((name for name in spellings if name in typed), spellings[0])
+    return names
 
 
 class Parser(argparse.ArgumentParser):

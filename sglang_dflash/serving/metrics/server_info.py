@@ -212,8 +212,8 @@ class ServerInfo:
         if self.break_even:
             now = self.reports[0].get("width_now")
             return (
-                f"drafts pay from this acceptance length: {break_even.told(self.break_even)}; the "
-                f"server now takes width {now}"
+                f"drafts pay from this acceptance length: {break_even.told(self.break_even)}; "
+                f"by the latest text the server now takes width {now}"
             )
         if set(self.values("width")) != {"fixed"}:
             return "from which acceptance length drafts pay is not measured yet: send more requests"
@@ -239,10 +239,9 @@ class ServerInfo:
     def _acceptance(self) -> str | None:
         length, steps = self.acceptance_length, self.verify_steps
         if length is not None:
-            over = (
-                f" over {steps:,} steps with drafts" if self.reports else " (SGLang's own figure)"
-            )
-            return ", ".join([f"acceptance length {length:.2f}{over}", *self._without_drafts()])
+            ours = f" over {steps:,} steps with drafts since the start"
+            source = ours if self.reports else " (SGLang's own figure)"
+            return ", ".join([f"acceptance length {length:.2f}{source}", *self._without_drafts()])
         if not self.algorithm:
             return None
         reason = ": no verify step" if self.reports else " (SGLang tells it between log lines)"

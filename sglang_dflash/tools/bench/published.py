@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Only the first rank prints warnings and figures. Every rank prints its own error: torchrun ends
     all ranks when the first one fails.
     """
+    argv = sys.argv[1:] if argv is None else argv
     parser = command_line()
     values = given(parser.parse_args(argv), PublishedSettings)
     if not {"backend", "target"} <= set(values):
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if measured is not None:
             show(settings, *measured)
     except ConfigError as error:
-        message = str(error.named(flag_names(parser)))
+        message = str(error.named(flag_names(parser, argv)))
     except Failed as error:
         message = str(error)
     else:

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         # when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ConfigError as error:
-        names = flag_names(parsers[args.verb]) | {"server_flags": "flags after --"}
+        names = flag_names(parsers[args.verb], argv) | {"server_flags": "flags after --"}
         print(f"sglang-dflash: {error.named(names)}", file=sys.stderr)
         return 1
     except Failed as error:

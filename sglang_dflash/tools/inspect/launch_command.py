@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang_dflash.checkpoint.origin import published_draft
-from sglang_dflash.common.command_line import spelled
+from sglang_dflash.common.command_line import flag_of, spelled
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.memory.sizes import KV_DTYPES
 from sglang_dflash.serving.start import flag_file
@@ -58,7 +58,7 @@ SERVING_FLAGS = spelled(
 def spellings(flags: Mapping[str, str]) -> dict[str, str]:
     """Flags of `inspect` by field, each with a server's spellings behind its own."""
     servers = {
-        flag: [_flag(setting) for setting, ours in FLAGS.items() if ours == flag]
+        flag: [flag_of(setting) for setting, ours in FLAGS.items() if ours == flag]
         for flag in flags.values()
     }
     return {field: " ".join(dict.fromkeys([flag, *servers[flag]])) for field, flag in flags.items()}
@@ -179,7 +179,7 @@ def read(command: Sequence[str]) -> Launch:
     settings = settings_of(command)
     for name, reason in _NOT_JUDGED.items():
         if name in settings:
-            raise ConfigError(COMMAND, required=f"{_flag(name)}: {reason}")
+            raise ConfigError(COMMAND, required=f"{flag_of(name)}: {reason}")
     if "model_path" not in settings:
         raise ConfigError(COMMAND, required="missing; --model-path names the target")
     _check_algorithm(settings.get("speculative_algorithm"))
@@ -244,10 +244,6 @@ def _typed(name: str, value: Any) -> list[str]:
     return [flag, *map(str, value if isinstance(value, list) else [value])]
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def server_flags(settings: Mapping[str, Any]) -> list[str]:
     """The flags of a server for fields of `Options` and `Serving`. Those that only say what the
     machine is have none."""
@@ -258,7 +254,7 @@ def server_flags(settings: Mapping[str, Any]) -> list[str]:
         if name == "looks_up":
             words += ["--speculative-dflash-lookup", "on"]
         elif setting is not None:
-            words += [_flag(setting), f"{value:g}" if isinstance(value, float) else str(value)]
+            words += [flag_of(setting), f"{value:g}" if isinstance(value, float) else str(value)]
     return words
 
 

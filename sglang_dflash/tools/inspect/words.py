@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.checkpoint.published import ModelFacts, repository_of
+from sglang_dflash.memory.pools import STATES_PER_REQUEST
 from sglang_dflash.serving.metrics.server_info import BUILTIN, OURS
 
 
@@ -56,8 +57,9 @@ def capped(memory: Mapping[str, Any], max_running: int) -> list[str]:
         return []
     return [
         f"--max-running-requests {max_running}: {running} run at a time with this worker, for "
-        f"the server keeps {slots} recurrent states (--mamba-full-memory-ratio 0.9); "
-        "--max-mamba-cache-size gives another number of them"
+        f"{slots} recurrent states carry no more ({STATES_PER_REQUEST} each); "
+        f"--max-mamba-cache-size {max_running * STATES_PER_REQUEST} carries {max_running}, and "
+        "takes memory from K/V"
     ]
 
 

@@ -32,7 +32,7 @@ def test_an_adaptive_server_measures_it(server: ServerInfo) -> None:
     assert [point.acceptance_length for point in server.break_even] == [1.31, 1.62, 2.1, 1.25]
     assert server.break_even_line() == (
         "drafts pay from this acceptance length: with one request 1.31 at width 4, 1.62 at width "
-        "8; with up to 8 requests 2.10 at width 4; the server now takes width 8"
+        "8; with up to 8 requests 2.10 at width 4; by the latest text the server now takes width 8"
     )
     # It never loses for long, whatever the bound by its parts is.
     assert server.losing is server.break_even_at_least is None

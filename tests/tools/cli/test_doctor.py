@@ -145,22 +145,25 @@ OURS = (
     "3 MiB, target KV 16,384 tokens\nacceptance length "
 )
 LINES = [
-    ({"undrafted_steps": 0}, f"{OURS}4.00 over 5,000 steps with drafts\na step takes"),
+    (
+        {"undrafted_steps": 0},
+        f"{OURS}4.00 over 5,000 steps with drafts since the start\na step takes",
+    ),
     # Of an adaptive server, drafts that do not pay are no finding.
     (
         {"undrafted_steps": 15_000, "undrafted_tokens": 15_000, "width": "adaptive"},
-        "4.00 over 5,000 steps with drafts, 1.75 tokens per step over all 20,000 (15,000 without "
-        "drafts)\na step takes",
+        "4.00 over 5,000 steps with drafts since the start, 1.75 tokens per step over all 20,000 "
+        "(15,000 without drafts)\na step takes",
     ),
     ({"trained_block_size": 4}, "block 8 (trained for 4), window all"),
     ({"window": 128}, "block 8, window 128"),
     (
         {**STARTED, "undrafted_steps": 0},
-        f"{OURS}1.02 over 60 steps with drafts\na step takes 21.3 ms: verify 71%, propose 15%, "
-        "commit 4%, host 10%\ndrafts pay from an acceptance length above 1.23: a plain step, which "
-        "is not measured, takes no longer than a step without its drafts\ntoo early to judge "
-        "acceptance: 60 of 100 steps with drafts, warm-up included; send more requests\n"
-        "nothing wrong found",
+        f"{OURS}1.02 over 60 steps with drafts since the start\na step takes 21.3 ms: "
+        "verify 71%, propose 15%, commit 4%, host 10%\ndrafts pay from an acceptance length above "
+        "1.23: a plain step, which is not measured, takes no longer than a step without its "
+        "drafts\ntoo early to judge acceptance: 60 of 100 steps with drafts, warm-up "
+        "included; send more requests\nnothing wrong found",
     ),
     ({**STARTED, "verify_steps": 0}, f"{OURS}not known yet: no verify step\na step takes"),
 ]

@@ -269,7 +269,7 @@ def test_a_draft_attention_backend_that_cannot_serve_is_refused(
     flag = "--speculative-draft-attention-backend"
     words = ["inspect", "--offline", "--", *COMMAND]
     assert cli.main([*words, flag, "fa3"]) == 1
-    message = "--draft-attention-backend: 'fa3'; serves draft K/V in bfloat16, float16, not in"
+    message = f"{flag}: 'fa3'; serves draft K/V in bfloat16, float16, not in"
     assert message in capsys.readouterr().err
     assert cli.main([*words, flag, "flashinfer"]) == 0
     assert "served by SGLang's" in capsys.readouterr().out
