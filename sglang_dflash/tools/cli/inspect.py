@@ -12,7 +12,7 @@ from sglang_dflash.checkpoint.fields import READ_BY_SGLANG
 from sglang_dflash.checkpoint.origin import published_draft
 from sglang_dflash.checkpoint.published import look_up
 from sglang_dflash.common.command_line import add_flags, given
-from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.common.errors import ConfigError, Failed
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.serving.metrics.server_info import OURS
 from sglang_dflash.tools.inspect import launch_command
@@ -76,6 +76,12 @@ def split(argv: list[str], own_flags: Collection[str]) -> tuple[list[str], list[
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print the report.
+
+    Raises:
+        ConfigError: a server would refuse the pair or its flags.
+        Failed: the requests of `--sessions` do not fit.
+    """
     command = launch_command.read(args.server_flags) if args.server_flags else None
     options = Options(**given(args, Options))
     target = look_up("target", args.target, offline=args.offline)
@@ -102,6 +108,9 @@ def run(args: argparse.Namespace) -> None:
     if exists(named) and exists(args.target):
         _check_as_sglang_reads_it(Path(args.target), Path(named), report["worker"])
     print(json.dumps(report) if args.json else as_table(report, sources=args.sources))
+    if args.sessions is not None and not report["suggestions"]["command"]:
+        asked = f"{args.sessions:,} requests of {serving.context:,} tokens"
+        raise Failed(f"inspect: {asked} do not fit at a time")
 
 
 def _check_as_sglang_reads_it(target: Path, draft: Path, worker: str) -> None:

@@ -31,9 +31,11 @@ def found_of(
     return inspect(facts(target), facts(draft), options or Options(), serving)
 
 
-def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The report that `sglang-dflash inspect` prints."""
-    assert cli.main(["inspect", "--offline", "--json", *arguments]) == 0
+def inspected(
+    capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0
+) -> dict[str, Any]:
+    """The report that `sglang-dflash inspect` prints, whose exit status is `status`."""
+    assert cli.main(["inspect", "--offline", "--json", *arguments]) == status
     return json.loads(capsys.readouterr().out)
 
 

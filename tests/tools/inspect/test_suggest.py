@@ -108,20 +108,21 @@ def test_the_most_on_an_h200() -> None:
 def test_what_fits_where_the_card_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     pair = ("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash")
     command = [*pair, "--offline", "--context", "49152", "--sessions"]
-    found = inspected(capsys, *command, "24")["suggestions"]
+    found = inspected(capsys, *command, "24", status=1)["suggestions"]
     assert found["command"] is None
     costs = {row["flags"]: row["sessions"] for row in found["set_ups"]}
     assert list(costs) == ["--quantization fp8", "--tp-size 2"] and min(costs.values()) >= 24
     fits = inspected(capsys, *command, "2")["suggestions"]
     assert "--max-running-requests 2 " in fits["command"] and not fits["set_ups"]
-    none = inspected(capsys, *command, "4000")
+    none = inspected(capsys, *command, "4000", status=1)
     assert "no set-up that is known here runs as many" in as_table(none)
     # In words: whether they fit, and the whole command of a set-up in which they do.
-    for sessions, verdict, shown in (
-        ("2", "they fit, with the launch command below", "--max-running-requests 2 "),
-        ("24", "they do not fit, 3 do;", "--quantization fp8 --max-running-requests 24 "),
+    for sessions, status, verdict, shown in (
+        ("2", 0, "they fit, with the launch command below", "--max-running-requests 2 "),
+        ("24", 1, "they do not fit, 3 do;", "--quantization fp8 --max-running-requests 24 "),
     ):
-        text = " ".join(as_table(inspected(capsys, *command, sessions)).split())
+        report = inspected(capsys, *command, sessions, status=status)
+        text = " ".join(as_table(report).split())
         assert f"{sessions} requests at a time, as asked for: {verdict}" in text
         assert shown in text.partition("launch command")[2].replace("\\ ", "")
 
