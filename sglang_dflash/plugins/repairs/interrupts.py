@@ -6,6 +6,8 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
+from collections.abc import Callable
+from typing import Any
 
 # Each signal, and the handler that a process begins with.
 _DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -24,3 +26,20 @@ def leave_to_server(_self: object) -> None:
     for number, default in _DEFAULTS.items():
         if signal.getsignal(number) == default:
             signal.signal(number, signal.SIG_IGN)
+
+
+def watch_while_serving(
+    original: Callable[..., None],
+    server_args: Any,
+    tokenizer_manager: Any,
+    *args: Any,
+    **named: Any,
+) -> None:
+    """Around `http_server._setup_and_run_http_server`: when the server has ended, as after Ctrl-C,
+    its processes are killed, and that is no crash of theirs."""
+    try:
+        original(server_args, tokenizer_manager, *args, **named)
+    finally:
+        watchdog = getattr(tokenizer_manager, "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Collection
 from os.path import exists
 from pathlib import Path
@@ -118,6 +119,7 @@ def _check_as_sglang_reads_it(target: Path, draft: Path, worker: str) -> None:
     worker serves, or files that only SGLang reads. Takes seconds, mostly for imports."""
     if worker == OURS and not any((draft / name).exists() for name in READ_BY_SGLANG):
         return
+    print("loading SGLang, which reads these files, too ...", file=sys.stderr)
     from sglang_dflash.serving.start.draft_files import check_of_a_server
 
     check_of_a_server(str(draft), str(target))
