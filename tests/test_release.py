@@ -4,6 +4,7 @@ published."""
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import tomllib
@@ -79,6 +80,13 @@ def test_compose_starts_what_is_here() -> None:
     assert sources["datasources"][0]["url"] == "http://prometheus:9090"
     folder = boards["providers"][0]["options"]["path"]
     assert any(f":{folder}/" in mount for mount in services["grafana"]["volumes"])
+
+
+def test_systemd_starts_a_server_that_is_accepted() -> None:
+    unit = (DEPLOY / "sglang-dflash.service").read_text().replace("\\\n", "")
+    (command,) = re.findall(r"^ExecStart=(.*)$", unit, re.M)
+    launch = launch_command.read(shlex.split(command))
+    assert len(launch.words) == 2 and launch.builtin is None and "--enable-metrics" in command
 
 
 def test_prometheus_scrapes_the_server_and_reads_the_rules() -> None:
