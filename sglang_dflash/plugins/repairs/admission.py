@@ -12,7 +12,11 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, IGNORE_EOS_RESERVE_TOKENS
+from sglang.srt.managers.schedule_policy import (
+    CLIP_MAX_NEW_TOKENS,
+    IGNORE_EOS_RESERVE_TOKENS,
+    AddReqResult,
+)
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget, SWAPrefillBudget
 
 from sglang_dflash.common.log import Log
@@ -42,6 +46,24 @@ def limit_request(scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
             f"scheduled with a KV cache of {capacity} tokens and pages of {page}. Use a shorter "
             "input or a larger KV cache."
         )
+
+
+def add_request(
+    original: Any, adder: Any, request: Any, has_chunked_req: bool, *args: Any, **named: Any
+) -> AddReqResult:
+    """Around `PrefillAdder.add_one_req`: cut no second prompt in a prefill.
+
+    The scheduler knows of one whose rest is to follow. It would answer the other from its first
+    part. `add_one_req_ignore_eos` alone does not look for another: one that was cut to whole pages
+    leaves less than a page of the chunk.
+    """
+    if has_chunked_req or adder.new_chunked_req is not None:
+        tokens = len(request.full_untruncated_fill_ids) - request.prefix_len
+        room = adder.rem_chunk_tokens
+        by_pages = _reserves_answer(adder, request)
+        if by_pages and room is not None and tokens > room:
+            return AddReqResult.OTHER
+    return original(adder, request, has_chunked_req, *args, **named)
 
 
 def check_arrival(original: Any, queue: Any, request: Any) -> bool:
@@ -100,13 +122,15 @@ def _budget(scheduler: Any) -> PrefillBudget | None:
     return budget if served else None
 
 
-def _reserves_answer(scheduler: Any, request: Any) -> bool:
-    """Return whether `PrefillAdder.add_one_req_ignore_eos` judges the request."""
-    return request.sampling_params.ignore_eos and _has_no_prefixes(scheduler)
+def _reserves_answer(owner: Any, request: Any) -> bool:
+    """Return whether `PrefillAdder.add_one_req_ignore_eos` judges the request; see
+    `_has_no_prefixes`."""
+    return request.sampling_params.ignore_eos and _has_no_prefixes(owner)
 
 
-def _has_no_prefixes(scheduler: Any) -> bool:
-    return getattr(scheduler.tree_cache, "disable", True)
+def _has_no_prefixes(owner: Any) -> bool:
+    """Return whether the `tree_cache` of a scheduler or a `PrefillAdder` keeps no prefixes."""
+    return getattr(owner.tree_cache, "disable", True)
 
 
 def _page_and_capacity(scheduler: Any) -> tuple[int, int]:

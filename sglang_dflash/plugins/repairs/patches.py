@@ -30,6 +30,10 @@ PATCHES = (
          "A request that fills the KV cache is accepted, never begins, and keeps all behind it "
          "waiting.",
          "tests/plugins/repairs/test_admission.py::test_requests_wait_for_ever_without_the_row"),
+        (Kind.AROUND, "managers.schedule_policy.PrefillAdder.add_one_req",
+         "admission:add_request",
+         "Without a prefix cache and with pages, a prompt can be answered from its first chunk.",
+         "tests/plugins/repairs/test_admission.py::test_a_prompt_is_cut_short_without_the_row"),
         (Kind.AROUND, "disaggregation.decode.DecodePreallocQueue._check_if_req_exceed_kv_capacity",
          "admission:check_arrival",
          "On a decode server, a request that fills the KV cache is accepted, never begins, and "

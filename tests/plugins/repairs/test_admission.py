@@ -6,6 +6,7 @@ import itertools
 from array import array
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,13 @@ import pytest
 import torch
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.runtime_context import get_context
 
-from sglang_dflash.plugins.repairs.admission import check_arrival, limit_request
+from sglang_dflash.plugins.repairs.admission import add_request, check_arrival, limit_request
 from tests.patches.originals import original
 
 POOL, SLIDING, WINDOW = 128, 80, 16
@@ -121,12 +122,16 @@ class Adder(PrefillAdder):
         pass
 
 
-def begins(scheduler: Any, request: Request) -> bool:
-    adder = Adder(
+def adder_of(scheduler: Any) -> Adder:
+    return Adder(
         scheduler.page_size, scheduler.tree_cache, scheduler.token_to_kv_pool_allocator,
         running_batch=None, new_token_ratio=1.0, rem_input_tokens=10**6,
         rem_chunk_tokens=scheduler.chunked_prefill_size,
     )  # fmt: skip
+
+
+def begins(scheduler: Any, request: Request) -> bool:
+    adder = adder_of(scheduler)
     adder.add_one_req(request, False, None)  # type: ignore[arg-type]
     return bool(adder.can_run_list)
 
@@ -171,6 +176,39 @@ def test_requests_wait_for_ever_without_the_row() -> None:
         else:
             assert begins(made, request)
             assert request.sampling_params.max_new_tokens == POOL - tokens - 3
+
+
+def unfinished(add: Any, *answers_reserved: bool) -> list[int]:
+    """The requests of one prefill whose prompts were cut, by their place; it has chunks of 31
+    tokens in pages of 4."""
+    adder = adder_of(scheduler(4, cached=False, chunk=31))
+    requests = [Request(40, 4, ignore_eos) for ignore_eos in answers_reserved]
+    for request in requests:
+        if add(adder, request, False, None) != AddReqResult.CONTINUE:
+            break
+    cut = [each for each in adder.can_run_list if each.extend_len < 40]  # type: ignore[attr-defined]
+    assert adder.new_chunked_req is cut[-1]
+    return [requests.index(each) for each in cut]  # type: ignore[arg-type]
+
+
+ADD = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
+
+
+def test_a_prompt_is_cut_short_without_the_row() -> None:
+    assert unfinished(original(ADD), False, True) == [0, 1]
+
+
+def test_one_prompt_is_cut_in_a_prefill() -> None:
+    add = partial(add_request, original(ADD))
+    assert unfinished(add, False, True) == [0]
+    assert unfinished(add, False, False) == [0]
+    assert unfinished(add, True, True) == [0]
+    # Nor beside one that an earlier prefill has cut.
+    made, request = scheduler(4, cached=False, chunk=31), Request(40, 4, ignore_eos=True)
+    adder = adder_of(made)
+    assert add(adder, request, True, None) == AddReqResult.OTHER and not adder.can_run_list
+    short = Request(20, 4, ignore_eos=True)
+    assert add(adder, short, True, None) == AddReqResult.CONTINUE
 
 
 def test_a_prefill_server_asks_for_a_token() -> None:
