@@ -11,8 +11,7 @@ from sglang.srt.runtime_context import get_context
 
 from tests.plugins.repairs import detokenized, front_ends
 from tests.plugins.repairs.front_ends import FRONT_ENDS
-from tests.plugins.repairs.test_tool_streams import tokenizer
-from tests.plugins.repairs.tool_conversations import conversation, random_text
+from tests.plugins.repairs.tool_conversations import conversation, random_text, tokenizer
 from tests.plugins.repairs.tool_formats import FORMATS, JSON_ARRAY, Format
 
 NAMED = {"type": "function", "function": {"name": "search"}}

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sglang_dflash.plugins.repairs import token_events
 from sglang_dflash.plugins.repairs.token_events import TokenEvents
+from tests.conftest import FUZZ
 from tests.plugins.repairs import detokenized
 from tests.plugins.repairs.detokenized import (
     END,
@@ -22,7 +23,10 @@ from tests.plugins.repairs.detokenized import (
     blocks,
     detokenize,
     events,
+    streamed,
 )
+from tests.plugins.repairs.tool_conversations import conversation, tokenizer
+from tests.plugins.repairs.tool_formats import FORMATS, JSON_ARRAY
 
 # Characters of one to four bytes, of which the tokenizers know few as a whole.
 CHARACTERS = "abc  \n,.<>{}éßñ日本語ไทย한국🙂🤖👩‍🚀"
@@ -91,6 +95,17 @@ def test_events_are_those_of_single_tokens(make: Any, incremental: bool) -> None
                 info = event["meta_info"]
                 every = info["output_token_logprobs"]
                 info["output_token_logprobs"] = every[: info["output_token_logprobs_length"]]
+        assert several == alone
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("name", [*FORMATS, "json-array"])
+def test_parsers_of_tool_calls_get_the_texts_of_single_tokens(name: str, step: int) -> None:
+    """So they find the same calls. All tags are single tokens, or half are."""
+    rng, form = random.Random(f"{name} {step}"), FORMATS.get(name, JSON_ARRAY)
+    drawn = (conversation(form, rng) for _ in range(3 * TEXTS * FUZZ))
+    texts = [text for text in drawn if text]
+    for alone, several in streamed(tokenizer(step), texts, rng):
         assert several == alone
 
 

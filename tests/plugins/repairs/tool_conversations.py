@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
 
-from tests.plugins.repairs.tool_formats import PARAMETERS, WORDS, Args, Format
+from transformers import PreTrainedTokenizerFast
+
+from tests.plugins.repairs import detokenized
+from tests.plugins.repairs.tool_formats import (
+    FORMATS,
+    JSON_ARRAY,
+    PARAMETERS,
+    WORDS,
+    Args,
+    Format,
+)
 
 
 def random_text(rng: random.Random, most: int = 3) -> str:
@@ -41,3 +52,12 @@ def conversation(form: Format, rng: random.Random) -> str:
         parts.append(form.text(random_text(rng)))
     answer = "".join(parts)
     return answer[: rng.randrange(len(answer))] if rng.random() < 0.15 else answer
+
+
+@functools.cache
+def tokenizer(step: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of all formats. One in `step` tags is a token."""
+    rng = random.Random(0)
+    every = [*FORMATS.values(), JSON_ARRAY]
+    texts = (conversation(form, rng) for form in every for _ in range(30))
+    return detokenized.tokenizer_of(texts, step)
