@@ -1,5 +1,5 @@
 """Acceptance by its definition. That sampled outputs follow the target's law:
-tests/reliability/test_lossless_sampling.py."""
+tests/serving/step/test_served_law.py."""
 
 from __future__ import annotations
 
