@@ -67,13 +67,6 @@ def test_a_value_of_another_type_is_refused(reader: str) -> None:
         assert required in caught.value.required
 
 
-@pytest.mark.parametrize("types", ["full_attention", 0, [], [1, 2], ["full_attention"]], ids=repr)
-def test_layer_types_are_one_name_per_layer(types: Any) -> None:
-    assert Fields.of({}, "draft").layer_types(2) is None
-    with refused("layer_types in the draft's config.json", types):
-        Fields.of({"layer_types": types}, "draft").layer_types(2)
-
-
 def test_errors_give_the_path_and_the_file() -> None:
     nested = Fields.of({"text_config": {"rope": {"theta": 0}, "depth": 0}}, "target")
     for read, field, value in (

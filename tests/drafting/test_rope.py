@@ -65,11 +65,6 @@ def test_frequencies_are_transformers_for_the_same_config(name: str) -> None:
     assert factor == pytest.approx(expected_factor)
 
 
-def test_two_bases_are_refused() -> None:
-    with refused("rope_theta in the draft's config.json"):
-        DraftConfig.from_dict(raw_config(rope_theta=5e4, rope_parameters={"rope_theta": 7e4}))
-
-
 def test_the_two_names_of_the_block_may_say_the_same() -> None:
     both = raw_config(rope_scaling=YARN, rope_parameters={**YARN, "rope_theta": 10000.0})
     one = raw_config(rope_scaling=YARN)
