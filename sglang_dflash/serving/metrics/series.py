@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from sglang_dflash.common.markdown import plain
@@ -49,6 +49,8 @@ class Series(Generic[S]):
         # Imported late: SGLang first sets the directory in which its processes share metrics.
         from prometheus_client import Counter, Gauge
 
+        rows = list(rows)
+        labels = beside(labels, {row.label for row in rows})
         self._sources, self._labels = sources, labels
         self._metrics: list[tuple[Figure[S], Any]] = []
         self._shown: dict[tuple[str, int | str], float] = {}
@@ -86,6 +88,12 @@ def _numbered(value: Any) -> Iterable[tuple[int | str, float]]:
     return enumerate(value, 1) if isinstance(value, Sequence) else [(0, value)]
 
 
+def beside(labels: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+    """Labels of a process for series with labels of their `own`. As in Prometheus, those of the
+    same name get `exported_` before it: --extra-metric-labels gives any."""
+    return {f"exported_{name}" if name in own else name: of for name, of in labels.items()}
+
+
 def show_info(of_process: Mapping[str, Any] | None, of_server: Mapping[str, str]) -> None:
     """A series that tells by its labels what serves.
 
@@ -97,6 +105,6 @@ def show_info(of_process: Mapping[str, Any] | None, of_server: Mapping[str, str]
         return
     from prometheus_client import Gauge  # Late, as in `Series`.
 
-    shown = {**of_process, **of_server}
+    shown = {**beside(of_process, of_server), **of_server}
     info = Gauge("sglang_dflash_info", INFO_HELP, list(shown), multiprocess_mode="mostrecent")
     info.labels(**shown).set(1)

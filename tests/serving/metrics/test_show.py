@@ -269,6 +269,19 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
     assert times == [0.25, 0.5]
 
 
+def test_an_operators_label_of_the_same_name_stays(
+    registry: prometheus_client.CollectorRegistry,
+) -> None:
+    """--extra-metric-labels."""
+    given = {"worker": "node-3", "width": "wide", "zone": "b"}
+    worker_of(labels=LABELS | given)
+    others = {"worker": "node-3", "zone": "b"}
+    steps = LABELS | others | {"exported_width": "wide", "width": "4"}
+    assert registry.get_sample_value("sglang_dflash_steps_total", steps) == 0
+    (info,) = (sample for of in registry.collect() for sample in of.samples if "info" in sample.name)
+    assert (info.labels["worker"], info.labels["exported_worker"]) == ("sglang-dflash", "node-3")
+
+
 def test_a_server_tells_what_the_head_reads() -> None:
     figures = worker_of().figures
     v1 = figures.describe()
