@@ -278,7 +278,7 @@ def test_an_operators_label_of_the_same_name_stays(
     others = {"worker": "node-3", "zone": "b"}
     steps = LABELS | others | {"exported_width": "wide", "width": "4"}
     assert registry.get_sample_value("sglang_dflash_steps_total", steps) == 0
-    (info,) = (sample for of in registry.collect() for sample in of.samples if "info" in sample.name)
+    (info,) = next(of.samples for of in registry.collect() if of.name == "sglang_dflash_info")
     assert (info.labels["worker"], info.labels["exported_worker"]) == ("sglang-dflash", "node-3")
 
 
