@@ -87,6 +87,11 @@ UNSERVED = (
         "`--tp-size` alone",
     ),
     Unserved(
+        "--dcp-size above 1", _above_1("dcp_size"),
+        "SGLang numbers more slots than a rank has, and draft K/V would have entries for all",
+        "`--tp-size` alone",
+    ),
+    Unserved(
         "--pp-size above 1", _above_1("pp_size"),
         "the hidden states that a draft needs are spread over stages",
         "`--tp-size`",

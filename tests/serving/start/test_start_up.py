@@ -74,6 +74,7 @@ DRAFT_BACKEND = "--speculative-draft-attention-backend"
 NOT_OURS: dict[str, dict[str, Any]] = {
     "data-parallel attention (--enable-dp-attention)": {"attn_dp_size": 2},
     "--attn-cp-size above 1": {"attn_cp_size": 2},
+    "--dcp-size above 1": {"dcp_size": 2},
     "--pp-size above 1": {"pp_size": 2},
     "--disaggregation-mode decode with --enable-hierarchical-cache": {
         "disaggregation_mode": "decode",
