@@ -75,6 +75,12 @@ class ServerInfo:
         """Our worker's report of every data-parallel rank; empty if another worker serves."""
         return [state["dflash"] for state in self.states if state.get("dflash")]
 
+    @property
+    def busiest(self) -> Mapping[str, Any]:
+        """Our worker's report of the rank with the most decode steps, of which times are told:
+        another may have had no traffic. Empty if another worker serves."""
+        return max(self.reports, key=lambda report: report.get("decode_steps", 0), default={})
+
     def values(self, name: str) -> list[Any]:
         """Return the values that the ranks report as `name`; ranks that report none are left
         out."""
@@ -87,6 +93,11 @@ class ServerInfo:
     def algorithm(self) -> str:
         """The speculative algorithm in capitals; "" for plain decoding."""
         return (self.info.get("speculative_algorithm") or "").upper()
+
+    @property
+    def only_prefills(self) -> bool:
+        """Whether it is a prefill server, which drafts nothing."""
+        return self.info.get("disaggregation_mode") == "prefill"
 
     @property
     def builtin_reasons(self) -> list[str]:
@@ -145,8 +156,7 @@ class ServerInfo:
             "acceptance_length": None if length is None else round(length, 4),
             "verify_steps": self.verify_steps,
             "tokens_per_step": None if every is None else round(every, 4),
-            "step_milliseconds": ours.get("step_milliseconds"),
-            "step_shares": ours.get("step_shares"),
+            **{name: self.busiest.get(name) for name in ("step_milliseconds", "step_shares")},
             "break_even": [point._asdict() for point in self.break_even],
             "break_even_at_least": self.break_even_at_least,
             "judged": self.verify_steps >= ENOUGH_STEPS,
@@ -180,17 +190,17 @@ class ServerInfo:
     @property
     def break_even(self) -> list[break_even.BreakEven]:
         """Acceptance lengths from which drafts pay; empty if the server measures no plain steps."""
-        return break_even.measured(self.reports[0]) if self.reports else []
+        return break_even.measured(self.busiest)
 
     @property
     def break_even_at_least(self) -> float | None:
         """A lower bound of break-even on a server that always drafts; None if it is not known."""
-        enough = self.reports and self.reports[0].get("decode_steps", 0) >= ENOUGH_STEPS
+        enough = self.busiest.get("decode_steps", 0) >= ENOUGH_STEPS
         # Others have plain steps among those that are timed.
         always = set(self.values("width")) == {"fixed"}
         if not enough or not always or self._machine.get("accelerator") is not None:
             return None
-        return break_even.least(self.reports[0])
+        return break_even.least(self.busiest)
 
     @property
     def losing(self) -> str | None:
@@ -207,10 +217,10 @@ class ServerInfo:
     def break_even_line(self) -> str | None:
         """The acceptance length from which drafts pay, in words, or that it is not known; None for
         a server without our worker, and for one that has just started."""
-        if not self.reports or self.reports[0].get("decode_steps", 0) < ENOUGH_STEPS:
+        if self.busiest.get("decode_steps", 0) < ENOUGH_STEPS:
             return None
         if self.break_even:
-            now = self.reports[0].get("width_now")
+            now = self.busiest.get("width_now")
             return (
                 f"drafts pay from this acceptance length: {break_even.told(self.break_even)}; "
                 f"by the latest text the server now takes width {now}"
@@ -242,7 +252,7 @@ class ServerInfo:
             ours = f" over {steps:,} steps with drafts since the start"
             source = ours if self.reports else " (SGLang's own figure)"
             return ", ".join([f"acceptance length {length:.2f}{source}", *self._without_drafts()])
-        if not self.algorithm:
+        if not self.algorithm or self.only_prefills:
             return None
         reason = ": no verify step" if self.reports else " (SGLang tells it between log lines)"
         return f"acceptance length not known yet{reason}"
@@ -250,7 +260,7 @@ class ServerInfo:
     def step_line(self) -> str | None:
         """The time of a decode step and its shares by part, on one line; None before there were
         enough steps, or if another worker serves."""
-        ours: Mapping[str, Any] = self.reports[0] if self.reports else {}
+        ours = self.busiest
         shares = ours.get("step_shares")
         if not shares or ours.get("decode_steps", 0) < ENOUGH_STEPS:
             return None

@@ -57,7 +57,9 @@ def as_text(server: ServerInfo | None, findings: list[Finding]) -> str:
     plainly = None if server is None else server.plainly
     if plainly is not None:
         return "\n".join([*lines, plainly])
-    if server is not None and server.reports and server.verify_steps < ENOUGH_STEPS:
+    if server is not None and server.only_prefills:
+        lines.append("a prefill server drafts nothing; ask the decode server about acceptance")
+    elif server is not None and server.reports and server.verify_steps < ENOUGH_STEPS:
         lines.append(
             f"too early to judge acceptance: {server.verify_steps} of {ENOUGH_STEPS} steps with "
             "drafts, warm-up included; send more requests"
