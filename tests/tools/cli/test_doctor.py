@@ -96,9 +96,9 @@ CASES: list[tuple[list[str], ServerInfo, list[str]]] = [
         ["drafts-do-not-pay"],
         reading(
             {**STARTED, "decode_steps": 12, "step_shares": {}},
-            {"verify_steps": 1000, "committed_tokens": 1210},
+            {"verify_steps": 1000, "committed_tokens": 1219},
         ),
-        ["1.20, and a step takes 1.23 times"],
+        ["1.21, and a step takes 1.23 times"],
     ),
     (
         ["draft-kv-too-small"],
