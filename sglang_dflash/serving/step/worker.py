@@ -137,6 +137,9 @@ class DFlashWorker:
         in_flight = int(batch.forward_mode.is_mixed() and batch.enable_overlap)
         result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens, in_flight)
         self.target_tokens.penalties.commit(batch, result.next_token_ids[:, None])
+        self.drafter.counters.send()
+        # A prefill server has no decode steps, which show the counts elsewhere.
+        self.figures.add(())
         return result
 
     def _decode(

@@ -33,7 +33,7 @@ from tests import ROOT
 from tests.conftest import random_model, raw_config, with_own
 from tests.recording import OpRecorder
 from tests.serving.batches import batch_of, request_of
-from tests.serving.in_process import worker_of
+from tests.serving.in_process import prefill_of, worker_of
 from tests.serving.metrics.test_step_times import Clock
 
 PAGE = (ROOT / "docs/metrics.md").read_text()
@@ -267,6 +267,29 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
     assert context == [4, 2] and worker.figures.report()["draft_context_share"] == 0.5
     times = [shown("host_seconds_total", phase=phase) for phase in ("propose", "verify")]
     assert times == [0.25, 0.5]
+
+
+def test_a_prefill_shows_what_it_has_counted(
+    registry: prometheus_client.CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prefill server has no other steps."""
+    worker = worker_of(labels=LABELS)
+    worker.figures.host_tier = SimpleNamespace(loaded=6, loaded_draft=5)
+    forward = worker.target_worker.forward_batch_generation
+
+    def overflowing(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        result.logits_output.hidden_states[:] = float("inf")
+        return result
+
+    worker.target_worker.forward_batch_generation = overflowing
+    worker.forward_batch_generation(prefill_of([0], [9]))
+    shown = {"nonfinite_outputs": 9, "loaded_back_tokens": 6, "loaded_back_draft_kv": 5}
+    report = worker.figures.report()
+    for name, count in shown.items():
+        value = registry.get_sample_value(f"sglang_dflash_{name}_total", LABELS)
+        assert report[name] == value == count, name
+    assert "NaN or Inf" in caplog.text
 
 
 def test_an_operators_label_of_the_same_name_stays(
