@@ -81,15 +81,14 @@ UNSERVED = (
         "a CPU or a CUDA GPU (ROCm is served like one, and untested)",
         in_docs="`--device` of another kind (NPU, XPU)",
     ),
-    Unserved(
-        "--attn-cp-size above 1", _above_1("attn_cp_size"),
-        "the drafter is sharded over the whole tensor-parallel group",
-        "`--tp-size` alone",
-    ),
-    Unserved(
-        "--dcp-size above 1", _above_1("dcp_size"),
-        "SGLang numbers more slots than a rank has, and draft K/V would have entries for all",
-        "`--tp-size` alone",
+    # With --dcp-size, SGLang's pool has more slots than a rank has memory for.
+    *(
+        Unserved(
+            f"{flag_of(field)} above 1", _above_1(field),
+            "the drafter is split over tensor-parallel ranks by heads, not by tokens",
+            "`--tp-size` alone",
+        )
+        for field in ("attn_cp_size", "dcp_size")
     ),
     Unserved(
         "--pp-size above 1", _above_1("pp_size"),
