@@ -116,6 +116,10 @@ class DFlashWorker:
             # A mixed batch: the target samples the decoding requests' next tokens under grammars
             # that must have seen their last ones.
             barrier()
+        # A prefill server has no decode steps, which show the counts elsewhere. These are those of
+        # the prefills before: nothing is copied after the forward.
+        self.drafter.counters.send()
+        self.figures.add(())
         prompt = place_prompt(batch, self.req_to_token, self.drafter.groups, self.carried)
         if self.lookup is not None:
             write_texts(batch, self.lookup)
@@ -137,9 +141,6 @@ class DFlashWorker:
         in_flight = int(batch.forward_mode.is_mixed() and batch.enable_overlap)
         result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens, in_flight)
         self.target_tokens.penalties.commit(batch, result.next_token_ids[:, None])
-        self.drafter.counters.send()
-        # A prefill server has no decode steps, which show the counts elsewhere.
-        self.figures.add(())
         return result
 
     def _decode(

@@ -272,7 +272,7 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
 def test_a_prefill_shows_what_it_has_counted(
     registry: prometheus_client.CollectorRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A prefill server has no other steps."""
+    """When the next one begins: a prefill server has no other steps."""
     worker = worker_of(labels=LABELS)
     worker.figures.host_tier = SimpleNamespace(loaded=6, loaded_draft=5)
     forward = worker.target_worker.forward_batch_generation
@@ -283,7 +283,8 @@ def test_a_prefill_shows_what_it_has_counted(
         return result
 
     worker.target_worker.forward_batch_generation = overflowing
-    worker.forward_batch_generation(prefill_of([0], [9]))
+    for _ in range(2):
+        worker.forward_batch_generation(prefill_of([0], [9]))
     shown = {"nonfinite_outputs": 9, "loaded_back_tokens": 6, "loaded_back_draft_kv": 5}
     report = worker.figures.report()
     for name, count in shown.items():

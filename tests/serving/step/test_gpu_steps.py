@@ -236,13 +236,15 @@ def test_a_prefill_copies_before_its_forward(
 ) -> None:
     """It copies from pinned memory; after the launch of the target's forward nothing crosses."""
     worker = worker_of(window, "cuda", looks_up=looks_up)
+    worker.drafter.counters = DraftCounters("cuda", pinned=True)
     batch = prefill_of([3, 0], LENGTHS, "cuda")
     launched: list[int] = []
     worker.target_worker.on_launch = lambda: launched.append(len(gpu.crossings))
     gpu.crossings.clear()
     worker.forward_batch_generation(batch)
     assert launched == [len(gpu.crossings)]
-    assert len(gpu.crossings) == (1 if window is None else 2) + looks_up
+    # The first one is of the counts, to the host.
+    assert len(gpu.crossings) == 1 + (1 if window is None else 2) + looks_up
     assert not any(crossing.waits for crossing in gpu.crossings)
 
 
