@@ -59,7 +59,7 @@ def test_servers_side_by_side_take_turns_and_end(log: list[str]) -> None:
         raise RuntimeError("made to fail")
     assert answers == {"one": [3, 6, 9], "three": [5, 10, 15]}
     asked = ["ask one", "ask three", "ask three", "ask one", "ask one", "ask three"]
-    assert log == ["start one", "start three", *asked, "stop one", "stop three"]
+    assert log == ["start one", "start three", *asked, "stop three", "stop one"]
 
 
 def test_one_server_after_another(log: list[str]) -> None:
