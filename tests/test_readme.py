@@ -1,4 +1,4 @@
-"""What a commit must not contain."""
+"""A commit contains no path of a machine and no registry."""
 
 from __future__ import annotations
 

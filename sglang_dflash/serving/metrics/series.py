@@ -88,10 +88,10 @@ def _numbered(value: Any) -> Iterable[tuple[int | str, float]]:
     return enumerate(value, 1) if isinstance(value, Sequence) else [(0, value)]
 
 
-def beside(labels: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
-    """Labels of a process for series with labels of their `own`. As in Prometheus, those of the
-    same name get `exported_` before it: --extra-metric-labels gives any."""
-    return {f"exported_{name}" if name in own else name: of for name, of in labels.items()}
+def beside(labels: Mapping[str, Any], taken: Collection[str]) -> dict[str, Any]:
+    """Labels of a process for series that use the names `taken`. As in Prometheus, a label of such
+    a name gets `exported_` before it: --extra-metric-labels gives any."""
+    return {f"exported_{name}" if name in taken else name: value for name, value in labels.items()}
 
 
 def show_info(of_process: Mapping[str, Any] | None, of_server: Mapping[str, str]) -> None:

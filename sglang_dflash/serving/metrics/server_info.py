@@ -96,7 +96,7 @@ class ServerInfo:
 
     @property
     def only_prefills(self) -> bool:
-        """Whether it is a prefill server, which drafts nothing."""
+        """True of a prefill server, which drafts nothing."""
         return self.info.get("disaggregation_mode") == "prefill"
 
     @property

@@ -110,8 +110,8 @@ def run(args: argparse.Namespace) -> None:
         _check_as_sglang_reads_it(Path(args.target), Path(named), report["worker"])
     print(json.dumps(report) if args.json else as_table(report, sources=args.sources))
     if args.sessions is not None and not report["suggestions"]["command"]:
-        asked = f"{args.sessions:,} requests of {serving.context:,} tokens"
-        raise Failed(f"inspect: {asked} do not fit at a time")
+        requests = f"{args.sessions:,} requests of {serving.context:,} tokens"
+        raise Failed(f"inspect: {requests} do not fit at a time")
 
 
 def _check_as_sglang_reads_it(target: Path, draft: Path, worker: str) -> None:

@@ -1,4 +1,5 @@
-"""The acceptance length from which drafts pay, by a server's own measurements."""
+"""The acceptance length from which drafts pay, by a server's own measurements, and servers that
+measure nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.serving.metrics.server_info import ServerInfo
+from sglang_dflash.tools.cli.doctor import as_text, examine
 from tests.tools.cli.test_doctor import reading
 
 COSTS = [
@@ -78,3 +80,22 @@ def test_nothing_is_told_of_a_server_that_has_just_started_or_is_not_ours() -> N
     plain = ServerInfo({"internal_states": [{}]})
     assert plain.break_even_line() is plain.losing is plain.break_even_at_least is None
     assert plain.break_even == []
+
+
+def test_a_prefill_server_is_not_asked_for_acceptance() -> None:
+    idle = {"verify_steps": 0, "committed_tokens": 0, "undrafted_steps": 0, "decode_steps": 0}
+    server = ServerInfo({**reading(idle).info, "disaggregation_mode": "prefill"})
+    assert examine(server) == []
+    *_, last, verdict = as_text(server, []).splitlines()
+    assert (last.partition(";")[0], verdict) == (
+        "a prefill server drafts nothing", "nothing wrong found",
+    )  # fmt: skip
+    assert "acceptance length" not in "\n".join(server.lines())
+
+
+def test_a_step_is_that_of_the_replica_with_the_most() -> None:
+    idle = {"decode_steps": 12, "step_milliseconds": 90.0, "step_shares": {}}
+    server = reading(idle, {})
+    assert (server.step_line() or "").startswith("a step takes 21.3 ms")
+    assert "above 1.23" in (server.break_even_line() or "")
+    assert server.facts()["step_milliseconds"] == 21.34

@@ -272,7 +272,7 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
 def test_a_prefill_shows_what_it_has_counted(
     registry: prometheus_client.CollectorRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When the next one begins: a prefill server has no other steps."""
+    """It shows it when the next one begins: a prefill server has no other steps."""
     worker = worker_of(labels=LABELS)
     worker.figures.host_tier = SimpleNamespace(loaded=6, loaded_draft=5)
     forward = worker.target_worker.forward_batch_generation

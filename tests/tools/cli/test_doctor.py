@@ -265,25 +265,6 @@ def test_it_tells_where_the_time_of_a_step_goes(
     assert (line in as_text(server, []).splitlines()) is (line is not None)
 
 
-def test_a_prefill_server_is_not_asked_for_acceptance() -> None:
-    idle = {"verify_steps": 0, "committed_tokens": 0, "undrafted_steps": 0, "decode_steps": 0}
-    server = ServerInfo({**reading(idle).info, "disaggregation_mode": "prefill"})
-    assert examine(server) == []
-    *_, last, verdict = as_text(server, []).splitlines()
-    assert (last.partition(";")[0], verdict) == (
-        "a prefill server drafts nothing", "nothing wrong found",
-    )  # fmt: skip
-    assert "acceptance length" not in "\n".join(server.lines())
-
-
-def test_a_step_is_that_of_the_replica_with_the_most() -> None:
-    idle = {"decode_steps": 12, "step_milliseconds": 90.0, "step_shares": {}}
-    server = reading(idle, {})
-    assert (server.step_line() or "").startswith("a step takes 21.3 ms")
-    assert "above 1.23" in (server.break_even_line() or "")
-    assert server.facts()["step_milliseconds"] == 21.34
-
-
 def test_the_dtype_is_known_if_it_was_asked_for() -> None:
     for asked, told in ((None, "not known"), ("auto", "not known"), ("float32", "float32")):
         assert ServerInfo({"dtype": asked}).machine()["dtype"] == told
