@@ -45,7 +45,7 @@ finally:
 
 
 def to_all(session: subprocess.Popen[str]) -> None:
-    """As a terminal sends Ctrl-C: to the nursery, too."""
+    """Send Ctrl-C as a terminal does: to the nursery, too."""
     os.killpg(session.pid, signal.SIGINT)
 
 

@@ -110,7 +110,7 @@ def test_deepseek_v3_2_takes_an_eighth_more_than_its_latent() -> None:
 
 
 def test_layers_of_linear_attention_by_number_have_no_indexer() -> None:
-    """As GLM-5 Next counts them, from 0."""
+    """Layers are counted from 0, as GLM-5 Next does."""
     raw = {**DSA, "linear_attn_config": {"kda_layers": [0, 2, 3, 5]}}
     by_name = {**DSA, "layer_types": LINEAR}
     for freq in (1, 3):

@@ -71,7 +71,8 @@ PATCHES = (
         (Kind.AROUND, "entrypoints.http_server._setup_and_run_http_server",
          "interrupts:watch_while_serving",
          "At Ctrl-C the log can say that a process crashed, and the status is that of SIGKILL.",
-         "tests/plugins/repairs/test_interrupts.py::test_an_end_looks_like_a_crash_without_the_row"),
+         "tests/plugins/repairs/test_interrupts.py"
+         "::test_an_end_looks_like_a_crash_without_the_row"),
         *((when, target, "orphans:end_if_orphaned",
            "After SIGTERM while a server starts, a child that was importing stays forever.",
            "tests/plugins/repairs/test_orphans.py"

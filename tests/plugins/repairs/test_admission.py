@@ -186,9 +186,10 @@ def unfinished(add: Any, *answers_reserved: bool) -> list[int]:
     for request in requests:
         if add(adder, request, False, None) != AddReqResult.CONTINUE:
             break
-    cut = [each for each in adder.can_run_list if each.extend_len < 40]  # type: ignore[attr-defined]
+    run: list[Any] = adder.can_run_list
+    cut = [request for request in run if request.extend_len < 40]
     assert adder.new_chunked_req is cut[-1]
-    return [requests.index(each) for each in cut]  # type: ignore[arg-type]
+    return [requests.index(request) for request in cut]
 
 
 ADD = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"

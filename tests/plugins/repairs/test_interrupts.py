@@ -38,7 +38,7 @@ def _survives(number: signal.Signals, repaired: bool) -> bool:
     here, there = SPAWN.Pipe()
     child = SPAWN.Process(target=_loop, args=(repaired, there))
     child.start()
-    assert here.recv() == "begun" and child.pid is not None
+    assert here.poll(60) and here.recv() == "begun" and child.pid is not None
     os.kill(child.pid, number)
     here.send("end")
     child.join(60)
