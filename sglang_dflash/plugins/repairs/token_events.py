@@ -129,6 +129,9 @@ class TokenEvents:
                 ids = ids if self._incremental else ids[: meta_info["completion_tokens"] - later]
                 for key in meta_info.keys() & set(COUNTS):
                     meta_info[key] -= later
+                # An answer begins with its reasoning.
+                if reasoning := meta_info.get("reasoning_tokens"):
+                    meta_info["reasoning_tokens"] = min(reasoning, meta_info["completion_tokens"])
             yield {**event, "text": text, "output_ids": ids, "meta_info": meta_info}
             begin = end
 

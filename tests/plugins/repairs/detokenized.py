@@ -130,7 +130,8 @@ def events(
             "prompt_tokens": 1,
             "completion_tokens": done,
             "cached_tokens": 0,
-            "reasoning_tokens": 0,
+            # The first half is reasoning.
+            "reasoning_tokens": min(done, len(of.ids) // 2),
         }
         yield {
             "text": new if incremental else text,
