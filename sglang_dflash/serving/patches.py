@@ -149,6 +149,10 @@ WORKER_PATCHES = SAMPLING_PATCHES + patch_rows(
      "New weights for the draft are reported as a success, and ignored; replay, which has copies "
      "of the recurrent layers' weights, does not learn of the target's.",
      "tests/serving/draft_weights/test_updates.py::test_an_update_has_no_draft_without_the_row"),
+    (Kind.BEFORE, "managers.scheduler.Scheduler.continue_generation",
+     "step.scheduler:leave_out_pause",
+     "A pause in place counts as one step: step_milliseconds and step_shares are wrong.",
+     "tests/serving/metrics/test_step_times.py::test_a_pause_is_a_step_without_the_row"),
     # Results of a step, and a request's end.
     (Kind.AROUND, "managers.scheduler_components.batch_result_processor"
      ".SchedulerBatchResultProcessor.process_batch_result_decode",

@@ -27,6 +27,11 @@ def admit_into_any_free_slot(
     return original(user_value, max_running_requests)
 
 
+def leave_out_pause(scheduler: Any, _received: Any) -> None:
+    """Before `Scheduler.continue_generation`: the time since the last step belongs to no step."""
+    scheduler.draft_worker.dflash.stop_clocks()
+
+
 def asks_no_token(request: Any) -> bool:
     """In place of `Req.is_prefill_only`, which is False beside any draft: whether the request is
     for log-probabilities of its prompt, and nothing is sampled for it."""

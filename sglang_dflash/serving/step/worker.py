@@ -98,13 +98,13 @@ class DFlashWorker:
         """One scheduler step. `on_publish` takes the new committed lengths when they are known."""
         publish = on_publish or (lambda _: None)
         if batch.forward_mode.is_idle():
-            self._stop_clocks()
+            self.stop_clocks()
             return self._idle(publish)
         with self.seeds.given(batch):
             if not batch.forward_mode.is_extend():
                 with self.figures.times.step():
                     return self._decode(batch, publish, grammar_barrier)
-            self._stop_clocks()
+            self.stop_clocks()
             self._run_host_copies(batch.out_cache_loc)
             self._pending_context.absorb()
             return self._prefill(batch, publish, grammar_barrier, pp_proxy_tensors)
@@ -255,7 +255,7 @@ class DFlashWorker:
         if tier is not None and tier.run_copies(self._pending_context.absorb, slots):
             self.widths.clock.restart_step()
 
-    def _stop_clocks(self) -> None:
+    def stop_clocks(self) -> None:
         """Stop the clocks: what runs next is no decode step."""
         self.widths.clock.drop_step()
         self.figures.times.drop_pause()
@@ -279,7 +279,7 @@ class DFlashWorker:
         arrived. Their first tokens are the batch's bonus tokens."""
         arrived = batch.spec_info
         # If no request ran before, the pause is not one between steps.
-        self._stop_clocks()
+        self.stop_clocks()
         self.seeds.note(batch)
         self.target_tokens.penalties.commit(batch, arrived.bonus_tokens[:, None])
         if self.lookup is not None:

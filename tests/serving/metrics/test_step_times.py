@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.serving.metrics.step_times import StepTimes
+from sglang_dflash.serving.step.scheduler import leave_out_pause
+from tests.patches.originals import original
 from tests.serving.batches import batch_of
 from tests.serving.in_process import decode_of, filled, prefill_of, worker_of
 
@@ -98,3 +101,25 @@ def test_what_passes_while_something_else_runs_or_nothing_is_no_steps(
     clock.passes(0.3)
     step(worker)
     assert shown(worker)[0] == pytest.approx(1000)
+
+
+@pytest.mark.parametrize(("row", "milliseconds"), [(True, 700), (False, 60_700)])
+def test_a_pause_is_a_step_without_the_row(
+    worker: Any, clock: Clock, row: bool, milliseconds: float
+) -> None:
+    """One in place: `/pause_generation` leaves the running batch as it is, and no prefill
+    follows."""
+    continue_generation = original("sglang.srt.managers.scheduler.Scheduler.continue_generation")
+    scheduler = SimpleNamespace(
+        draft_worker=SimpleNamespace(dflash=worker),
+        disaggregation_mode=DisaggregationMode.NULL,
+        _pause_started_at=None,
+    )
+    asked = SimpleNamespace(torch_empty_cache=False)
+    step(worker)
+    clock.passes(60)
+    if row:
+        leave_out_pause(scheduler, asked)
+    continue_generation(scheduler, asked)
+    step(worker)
+    assert shown(worker)[0] == pytest.approx(milliseconds)
