@@ -52,6 +52,10 @@ PATCHES = (
          "bad_bodies:make_tool_parser",
          "/parse_function_call without the name of a parser is an HTTP 500.",
          "tests/plugins/repairs/test_bad_bodies.py::test_a_body_is_a_500_without_the_row"),
+        (Kind.BEFORE, "session.session_controller.Session.create_req", "sessions:forget_turns",
+         "A turn that replaces all turns of its session ends the server.",
+         "tests/plugins/repairs/test_sessions.py"
+         "::test_a_replacement_of_all_turns_fails_without_the_row"),
         (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
          "weight_update:check_and_update",
          "Weights of another model are reported as a success, and outputs are wrong.",
