@@ -153,5 +153,10 @@ PATCHES = (
         *((Kind.AROUND, f"mem_cache.pool_host.mamba.MambaPoolHost.{copy}", "host_pool:copy_states",
            _COPIES, f"{_HOST_PROOFS}test_host_copies_of_states_need_kernels")
           for copy in ("load_to_device_per_layer", "backup_from_device_all_layer")),
+        *((Kind.AROUND, f"mem_cache.pool_host.{pool}.get_dummy_flat_data_page",
+           "torch_ops:call_without_pinning",
+           "A page from storage comes by way of pinned memory, which needs an accelerator: none is "
+           "read.", f"{_HOST_PROOFS}test_pages_from_storage_need_pinned_memory")
+          for pool in ("mha.MHATokenToKVPoolHost", "mamba.MambaPoolHost")),
     ),
 )  # fmt: skip

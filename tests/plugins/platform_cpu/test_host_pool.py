@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.plugins.platform_cpu import host_pool
+from sglang_dflash.plugins.platform_cpu import host_pool, torch_ops
 from tests.patches.originals import original
 
 pytestmark = pytest.mark.skipif(
@@ -96,3 +96,15 @@ def test_host_copies_of_states_need_kernels() -> None:
             load(host, None, at, there, layer, "direct")
         host_pool.copy_states(load, host, None, at, there, layer, io_backend="direct")
     assert host.buffer_info.temporal[:, there].equal(before)
+
+
+@pytest.mark.parametrize("pool", ["mha.MHATokenToKVPoolHost", "mamba.MambaPoolHost"])
+def test_pages_from_storage_need_pinned_memory(pool: str) -> None:
+    page = original(f"sglang.srt.mem_cache.pool_host.{pool}.get_dummy_flat_data_page")
+    host = SimpleNamespace(
+        layer_num=2, page_size=2, head_num=1, head_dim=3, size_per_token=12, dtype=torch.float32,
+        device="cpu", pin_memory=True,
+    )  # fmt: skip
+    with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|driver|pin"):
+        page(host)
+    assert torch_ops.call_without_pinning(page, host).numel() == 24
