@@ -24,7 +24,8 @@ def torch_backends(server_args: Any) -> None:
     """Declare torch backends for attention, sampling, experts and LoRA.
 
     Raises:
-        ConfigError: the user asks for a backend that needs more than torch.
+        ConfigError: the user asks for a backend that needs more than torch, or for a split of the
+            context that ours does not know.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -45,6 +46,11 @@ def torch_backends(server_args: Any) -> None:
         flag, value = f"--{name.replace('_', '-')}", getattr(settings, name)
         if value not in (None, ATTENTION_BACKEND):
             raise ConfigError(flag, value, "cannot run on a plain CPU; leave it out")
+    if settings.dcp_size > 1:
+        # Its attention would read slots of other ranks.
+        raise ConfigError(
+            "--dcp-size", settings.dcp_size, "cannot run on a plain CPU; leave it out"
+        )
     if settings.moe_runner_backend not in ("auto", "triton"):
         required = "cannot run on a plain CPU; 'auto' can"
         raise ConfigError("--moe-runner-backend", settings.moe_runner_backend, required)

@@ -64,6 +64,7 @@ REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
     # The platform's.
     ("--enable-lora", "--lora-backend", "triton"): ("--lora-backend", "triton"),
     ("--moe-runner-backend", "cutlass"): ("--moe-runner-backend", "cutlass"),
+    ("--tp-size", "2", "--dcp-size", "2"): ("--dcp-size", 2),
 }
 
 # Flags -> the end of argparse's message.
