@@ -83,7 +83,7 @@ class StepWidths:
 
     Attributes:
         clock: to be told what else runs than a decode step's own work.
-        steps: decode steps by width.
+        steps: decode steps by width, without those that failed.
     """
 
     def __init__(self, policy: WidthPolicy, tp: TensorParallel, clock: StepClock) -> None:
@@ -97,9 +97,7 @@ class StepWidths:
         Args:
             takes_one_token: see `Step`.
         """
-        width = self.policy.widths[0] if self._is_fixed else self._chosen(batch, takes_one_token)
-        self.steps[width] += 1
-        return width
+        return self.policy.widths[0] if self._is_fixed else self._chosen(batch, takes_one_token)
 
     def _chosen(self, batch: ScheduleBatch, takes_one_token: Sequence[bool]) -> int:
         for step in self.clock.start_step():

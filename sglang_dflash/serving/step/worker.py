@@ -167,6 +167,7 @@ class DFlashWorker:
             self._commit(batch, step, result.logits_output, accepted)
             self.drafter.counters.send()
         self.observer.after_step(batch, step, accepted, new_seq_lens)
+        self.widths.steps[step.width] += 1
         # The target's own result has what else the request asked for, such as routed experts.
         result.next_token_ids = accepted.tokens.flatten()
         result.accept_lens, result.new_seq_lens = accepted.lengths.int(), new_seq_lens

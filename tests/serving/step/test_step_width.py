@@ -153,6 +153,24 @@ def run_steps(worker: Any, widths: Sequence[int]) -> list[int]:
     return lengths
 
 
+def test_a_step_that_fails_is_not_counted() -> None:
+    """A contained one is computed again."""
+    worker = filled(worker_of(), LENGTHS)
+    forward, failures = worker.target_worker.forward_batch_generation, [RuntimeError("once")]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return forward(*args, **kwargs)
+
+    worker.target_worker.forward_batch_generation = failing
+    with pytest.raises(RuntimeError, match="once"):
+        worker.forward_batch_generation(decode_of(LENGTHS))
+    assert worker.figures.report()["decode_steps"] == 0
+    worker.forward_batch_generation(decode_of(LENGTHS))
+    assert worker.figures.report()["width_steps"] == {"4": 1}
+
+
 @pytest.mark.usefixtures("_decoded")
 def test_a_step_is_not_charged_for_the_plain_steps_before_it() -> None:
     """Their hidden states are projected before its proposal."""
