@@ -113,6 +113,11 @@ WORKER_PATCHES = SAMPLING_PATCHES + patch_rows(
      "Beside any draft, a request for no token gets one token's log-probability, and scores of "
      "every position in place of those that it asks for.",
      "tests/serving/test_patches.py::test_no_request_is_for_scores_without_the_row"),
+    (Kind.AFTER, "layers.logits_processor.LogitsProcessor.forward",
+     "step.target_forward:keep_hidden_states",
+     "A prompt that is scored at chosen positions has no hidden states, and so no draft K/V, also "
+     "for later requests that find it in the prefix cache.",
+     "tests/serving/test_patches.py::test_a_scored_prompt_has_no_hidden_states_without_the_row"),
     # Between steps: slots, K/V from and to host memory or another server, new weights.
     (Kind.REPLACE, "managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2",
      "step.batch:slots_for_next_step",

@@ -123,7 +123,7 @@ def worker_of(
         warnings=warnings, pages=DraftKVPages(groups),
     )  # fmt: skip
     worker: Any = DFlashWorker(
-        verify_block=block, hidden_width=model.config.target_hidden_width, carried=2,
+        verify_block=block, carried=2,
         req_to_token=table, widths=widths, drafter=drafter,
         target_forward=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
         accept=accept, rollback=rollback, ranks=ranks, lookup=lookup,

@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 import pkgutil
 import re
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -26,7 +33,7 @@ from sglang_dflash.serving.patches import (
 )
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.step import batch as our_batch
-from sglang_dflash.serving.step import sampling, scheduler
+from sglang_dflash.serving.step import sampling, scheduler, target_forward
 from tests.patches.originals import original
 from tests.serving.batches import request_of
 
@@ -184,6 +191,33 @@ def test_no_request_is_for_scores_without_the_row(monkeypatch: pytest.MonkeyPatc
         request = request_of(max_new_tokens=tokens)
         assert theirs(request) is False
         assert scheduler.asks_no_token(request) is ours
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [{"token_indices_to_pool": [torch.tensor([1])]},
+     {"multi_item_delimiter_indices": [torch.tensor([2])]}, {}],
+    ids=["scores", "items", "last"],
+)  # fmt: skip
+def test_a_scored_prompt_has_no_hidden_states_without_the_row(positions: dict[str, Any]) -> None:
+    numbers, hidden = torch.arange(3), torch.rand(3, 2)
+    batch: Any = object.__new__(ForwardBatch)
+    for each in fields(ForwardBatch):
+        setattr(batch, each.name, None)
+    batch.forward_mode, batch.capture_hidden_mode = ForwardMode.EXTEND, CaptureHiddenMode.FULL
+    batch.extend_seq_lens, batch.is_prefill_only = torch.tensor([3]), True
+    for name, value in positions.items():
+        setattr(batch, name, value)
+    processor: Any = object.__new__(LogitsProcessor)
+    torch.nn.Module.__init__(processor)
+    processor.expected_aux_hidden_states, processor.keep_last_hidden_states = None, False
+    processor._get_logits = lambda states, *_: states
+    given = processor, numbers, hidden, None, batch, [hidden + 1, hidden + 2]
+    output = original(row_of("forward").target)(*given)
+    kept, whole = output.hidden_states, torch.cat((hidden + 1, hidden + 2), 1)
+    assert kept is None if positions else kept.equal(whole)
+    target_forward.keep_hidden_states(output, *given)
+    assert output.hidden_states.equal(whole)
 
 
 def test_a_session_counts_an_unwritten_token(monkeypatch: pytest.MonkeyPatch) -> None:

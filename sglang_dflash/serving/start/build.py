@@ -185,7 +185,6 @@ class DFlashSpecWorker(BaseSpecWorker):
         target_tokens.warm_up(vocab_size, plan.device)
         return DFlashWorker(
             verify_block=block,
-            hidden_width=plan.model.config.target_hidden_width,
             carried=allocated.carried,
             req_to_token=req_to_token,
             widths=widths,

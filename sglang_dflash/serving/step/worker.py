@@ -52,7 +52,6 @@ class DFlashWorker:
 
     Attributes:
         verify_block: most tokens per request that a step verifies.
-        hidden_width: F * E, the width of the hidden states that the drafter reads of a token.
         carried: most requests that run at a time, which share the rings.
         req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
         accept: the accept rule, from drafts and the target's tokens to what a step commits.
@@ -66,7 +65,6 @@ class DFlashWorker:
     """
 
     verify_block: int
-    hidden_width: int
     carried: int
     req_to_token: Tensor
     widths: StepWidths
@@ -127,13 +125,7 @@ class DFlashWorker:
         self.ranks.prompt_tokens(result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
-        hidden = result.logits_output.hidden_states
-        if hidden is None:
-            # For log-probabilities SGLang keeps hidden states at the requested positions only.
-            # Zeros, so that drafts with this prefix do not read what the slots held before.
-            shape = prompt.token_count, self.hidden_width
-            hidden = torch.zeros(shape, device=self.req_to_token.device)
-        hidden = prompt.select(hidden)
+        hidden = prompt.select(result.logits_output.hidden_states)
         self.drafter.absorb(hidden, prompt.positions, prompt.slots, writes=prompt.writes)
         replace_hidden_states(batch, result.logits_output)
         # In a mixed batch under overlap, the host does not know the decoding requests' next

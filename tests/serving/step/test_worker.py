@@ -62,28 +62,6 @@ def test_rows_of_padding_are_no_tokens(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_prompt_without_hidden_states_leaves_nothing_of_others(window: int | None) -> None:
-    """SGLang drops them where it reads scores at chosen positions."""
-    worker = filled(worker_of(window), LENGTHS)
-    slots = worker.req_to_token[1, : LENGTHS[0]].long()
-    before = draft_kv(worker, slots)
-    forward = worker.target_worker.forward_batch_generation
-
-    def without(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        result.logits_output.hidden_states = None
-        return result
-
-    worker.target_worker.forward_batch_generation = without
-    filled(worker, LENGTHS)
-    after = draft_kv(worker, slots)
-    live = after.isfinite().all((1, 2, 3, 4))
-    assert live.any() and not (after == before)[live].all((1, 2, 3, 4)).any()
-    # The same K/V for every token, but for its rotation.
-    assert after[live][:, :, 1].unique(dim=0).shape[0] == 1
-
-
-@pytest.mark.parametrize("window", [None, 7])
 def test_more_may_be_reserved_than_the_table_has_columns(window: int | None) -> None:
     """Lengths that only the device knows: the host's bound on them is what SGLang has reserved."""
     lengths = [COLUMNS - 4, 9]
