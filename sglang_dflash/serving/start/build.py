@@ -143,7 +143,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         """
         plan, runner = self._plan, self._target_worker.model_runner
         plan.options.check_room(allocator.size)
-        admitted, req_to_token = request_pool.size, request_pool.req_to_token
+        req_to_token = request_pool.req_to_token
+        admitted = min(request_pool.size, plan.max_running)
         # If sliding layers have a pool of their own, `size` is the smaller one's.
         tokens = allocator.size_full
         # Recurrent states may let fewer run than --max-running-requests.

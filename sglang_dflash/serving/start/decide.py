@@ -72,7 +72,7 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
     recorder: Callable[[], Recorder] | None = extension.recorder
     if recorder is None and ours.draft_graphs == "auto":
         recorder = cuda_recorder(device, backend.capabilities.capturable)
-    return Plan(
+    plan = Plan(
         model=model,
         options=options,
         policy=policy,
@@ -85,7 +85,6 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
         hierarchical=settings.enable_hierarchical_cache,
         attention=attention,
         recorder=recorder,
-        # A prefill server verifies nothing.
         rollback=(
             None
             if role == "prefill"
@@ -95,6 +94,7 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
         extension=extension,
         load_seconds=load_seconds,
     )
+    return plan.of_prompts() if role == "prefill" else plan
 
 
 def _attention(server_args: Any, model: DraftModel, device: torch.device, kv: torch.dtype) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +43,7 @@ class Plan:
         policy: chooses verify widths.
         backend: the draft attention backend.
         kv_dtype: the dtype of draft K/V.
-        max_running: --max-running-requests.
+        max_running: --max-running-requests; 1 on a prefill server.
         arriving: requests whose prompts come from other servers, which have rows of SGLang's
             request-to-token table beside the `max_running`.
         disaggregated: whether draft K/V of prompts goes to another server, page by page as the
@@ -102,6 +102,18 @@ class Plan:
             is_checked=True,
             extension=Extension(),
             load_seconds=0.0,
+        )
+
+    def of_prompts(self) -> Plan:
+        """The plan of a prefill server, which drafts and verifies nothing: what serves draft steps
+        is made for one request, so that the self-check is as elsewhere."""
+        return replace(
+            self,
+            options=replace(self.options, looks_up=False),
+            policy=WidthPolicy(self.options.verify_block),
+            max_running=1,
+            recorder=None,
+            rollback=None,
         )
 
     @property

@@ -200,6 +200,34 @@ def test_every_row_of_the_table_has_its_texts(role: str, rows: int) -> None:
     assert draft_memory(plan.model.config, looks_up).texts == 4 * rows * 10
 
 
+@pytest.mark.parametrize("backend", ["torch", "scratch"])
+def test_a_prefill_server_has_memory_for_no_draft_steps(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes prompts only. (What is left is one request's, for the self-check.)"""
+    if backend == "scratch":
+        row = decide.ATTENTION["torch"]
+        needs_scratch = replace(row, capabilities=replace(row.capabilities, scratch=True))
+        monkeypatch.setattr(decide, "ATTENTION", {"scratch": needs_scratch})
+    flags = {"width": "adaptive", "lookup": "on", "extension": f"{HERE}:recorded"}
+    needed, made = {}, {}
+    for role in ("null", "prefill"):
+        worker = started(role=role, **flags)
+        needed[role], made[role] = worker._memory, worker.dflash
+    ours, theirs = needed["prefill"], needed["null"]
+    for part in ("graph_buffers", "waiting_hidden", "texts", "narrow_widths"):
+        assert getattr(ours, part) == 0, part
+    assert theirs.waiting_hidden and theirs.texts and theirs.graph_buffers
+    for part in ("context_tables", "logits", "activations"):
+        assert 0 < getattr(ours, part) < getattr(theirs, part), part
+    (ring,), (whole,) = (made[role].drafter.groups for role in ("null", "prefill"))
+    assert made["prefill"].lookup is None and made["prefill"].widths.policy.widths == (4,)
+    block = made["prefill"].verify_block * (backend == "scratch")
+    assert len(whole.cache.kv) - whole.cache.num_entries == 1 + block
+    assert len(ring.cache.kv) - ring.cache.num_entries == 1 + 2 * block
+    made["prefill"].forward_batch_generation(prefill_of([0, 0], [9, 14]))
+
+
 def test_the_models_dtype_is_judged_before_the_draft_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
