@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -89,6 +91,15 @@ class DraftCounters:
     def clear(self) -> None:
         """Start again at zero."""
         self._totals.zero_()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Take back what is added meanwhile."""
+        before = self._totals.clone()
+        try:
+            yield
+        finally:
+            self._totals.copy_(before)
 
     def send(self) -> None:
         """Start the copy to the host. It is complete when the device is done with this step."""

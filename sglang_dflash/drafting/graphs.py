@@ -100,6 +100,9 @@ class GraphedDrafter:
         self.replays = {"propose": 0, "commit": 0}
         self.eager = 0
         self._buffers = _Buffers(drafter, self._batch_buckets[-1])
+        self._recorder, self._graphs = recorder, self._recorded(recorder)
+
+    def _recorded(self, recorder: Recorder) -> dict[Key, Callable[[], None]]:
         # The largest first: smaller ones reuse its memory.
         keys = [
             Key(requests, columns)
@@ -107,7 +110,16 @@ class GraphedDrafter:
             for columns in (*reversed(self._column_buckets), 0)
         ]
         runs = [partial(self._propose if key.columns else self._commit, key) for key in keys]
-        self._graphs = dict(zip(keys, recorder.record(runs), strict=True))
+        return dict(zip(keys, recorder.record(runs), strict=True))
+
+    def record_again(self) -> None:
+        """Record every step anew, once weights are elsewhere: of the target, too, whose embedding
+        and lm_head a draft borrows."""
+        # Their memory is reused. As at first, what is executed reads and writes padding only.
+        self._graphs = {}
+        self._buffers.clear()
+        with self.counters.unchanged():
+            self._graphs = self._recorded(self._recorder)
 
     @property
     def buffer_bytes(self) -> int:
@@ -225,6 +237,11 @@ class _Buffers:
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in vars(self).values())
+
+    def clear(self) -> None:
+        """Fill them with zeros, which are padding."""
+        for buffer in vars(self).values():
+            buffer.zero_()
 
     def set_proposal(
         self, bucket: int, bonus: Tensor, requests: RequestSlots, noise: BlockNoise | None

@@ -183,6 +183,29 @@ def test_replayed_steps_are_the_eager_ones(
     assert recorded.eager == 7 and recorded.replays == {"propose": 29, "commit": commits}
 
 
+def test_steps_are_recorded_again_when_weights_are_elsewhere() -> None:
+    """As the target's are after an update; the requests that run go on, and counts as well."""
+    slots = table()
+    plain, inner = (drafter_of(12) for _ in range(2))
+    recorded = graphed(inner, slots)
+    requests = Requests(slots, plain, recorded)
+    requests.step(3)
+    inner.counters.add_nonfinite(torch.ones(5, dtype=torch.bool))
+    inner.counters.send()
+    for drafter in (plain, inner):
+        norm = drafter.model.norm
+        norm.weight = torch.nn.Parameter(-norm.weight, requires_grad=False)
+    eager, replayed = requests.step(3)
+    assert not torch.equal(eager, replayed)
+    before = inner.counters.read()
+    recorded.record_again()
+    for _ in range(4):
+        eager, replayed = requests.step(3)
+        assert torch.equal(eager, replayed)
+    inner.counters.send()
+    assert before.nonfinite == 5 == inner.counters.read().nonfinite
+
+
 class BakedIn(Drafter):
     """Reads a request's length in Python."""
 

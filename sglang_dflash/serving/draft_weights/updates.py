@@ -46,7 +46,8 @@ def with_draft(runners: list[Any], manager: Any, selector: str = "all") -> list[
     if worker.dflash.rollback is not None:
         worker.dflash.rollback.expect_new_weights()
     if selector == "all":
-        return [(role, TargetAndDraft(runner, draft)) for role, runner in runners]
+        record_again = worker.record_again
+        return [(role, TargetAndDraft(runner, draft, record_again)) for role, runner in runners]
     return None
 
 
@@ -185,8 +186,10 @@ class TargetAndDraft:
     """SGLang's runner of the target and its `weight_updater`, which leaves the draft's tensors to
     the draft. The draft's are checked first and loaded last."""
 
-    def __init__(self, runner: Any, draft: DraftWeights) -> None:
+    def __init__(self, runner: Any, draft: DraftWeights, record_again: Callable[[], None]) -> None:
+        """`record_again`: records draft steps anew."""
         self._runner, self._target, self._draft = runner, runner.weight_updater, draft
+        self._record_again = record_again
 
     @property
     def weight_updater(self) -> TargetAndDraft:
@@ -227,7 +230,11 @@ class TargetAndDraft:
         # A node may lack the folder.
         if any(self._draft.gathered(is_draft(folder))):
             return self._draft.load_folder(folder)
-        return self._target.update_weights_from_disk(folder, *args, **named)
+        result = self._target.update_weights_from_disk(folder, *args, **named)
+        if result[0] and named.get("recapture_cuda_graph"):
+            # Draft steps read the target's lm_head, which may be elsewhere now.
+            self._record_again()
+        return result
 
     def update_weights_from_ipc(self, request: Any) -> Result:
         tensors = dict[str, Tensor]()

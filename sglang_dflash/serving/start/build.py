@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.drafter import Drafter, Proposer
+from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
@@ -249,6 +250,12 @@ class DFlashSpecWorker(BaseSpecWorker):
     def draft_model(self) -> DraftModel:
         """The draft model, for `serving/draft_weights/updates.py`."""
         return self._plan.model
+
+    def record_again(self) -> None:
+        """Record draft steps anew, if they are recorded: weights of the target have moved."""
+        drafter = self.dflash.drafter
+        if isinstance(drafter, GraphedDrafter):
+            drafter.record_again()
 
     @property
     def primary_draft_kv_pool(self) -> DraftKVPages:

@@ -48,6 +48,7 @@ class Served:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.target, self.draft = Target(), load_model(folder, dtype=torch.float32)
         self.versions: list[Any] = []
+        self.recorded = 0
         parallel = SimpleNamespace(tp_rank=0, tp_group=SimpleNamespace(cpu_group=None))
         for module in (weight_updater, of_runner):
             monkeypatch.setattr(module, "get_parallel", lambda: parallel)
@@ -70,6 +71,7 @@ class Served:
             draft_model=self.draft,
             weight_update_runners=list,
             dflash=SimpleNamespace(rollback=None),
+            record_again=self.record_again,
         )
         scheduler = SimpleNamespace(
             record_weight_version_change=lambda new_version: self.versions.append(new_version)
@@ -78,6 +80,9 @@ class Served:
             tp_worker=worker, draft_worker=drafter, memory_saver_adapter=None,
             flush_cache=lambda **_: True, is_fully_idle=lambda **_: True, scheduler=scheduler,
         )  # fmt: skip
+
+    def record_again(self) -> None:
+        self.recorded += 1
 
     def sent(self, named: Any, selector: str = "draft", load_format: Any = None) -> Any:
         """Send tensors by `update_weights_from_tensor` in a session of its own."""
@@ -249,6 +254,23 @@ def test_a_folder(served: Served, new: dict[str, Tensor], tmp_path: Path) -> Non
     rewrite(tmp_path / "new", lambda tensors: tensors.update(new))
     assert answer().success and has(served.draft, new)
     assert served.versions == ["3"] and not served.target.given
+
+
+@pytest.mark.parametrize("success", [True, False])
+@pytest.mark.parametrize("asked", [True, False])
+def test_draft_steps_are_recorded_again_with_the_targets(
+    asked: bool, success: bool, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read its lm_head. Weights of the draft stay where they are."""
+    load = "update_weights_from_disk"
+    monkeypatch.setattr(of_runner.WeightUpdater, load, lambda *_, **__: (success, ""))
+    for folder, recorded in ((tmp_path, asked and success), (tmp_path / "new", 0)):
+        request = io_struct.UpdateWeightFromDiskReqInput(
+            model_path=str(folder), recapture_cuda_graph=asked
+        )
+        before = served.recorded
+        served.manager.update_weights_from_disk(request)
+        assert served.recorded - before == recorded
 
 
 def test_a_quantized_folder(served: Served, new: dict[str, Tensor], tmp_path: Path) -> None:
