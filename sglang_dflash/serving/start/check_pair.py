@@ -142,7 +142,11 @@ def _check_ours(server_args: Any, settings: Any, model: Any, config: DraftConfig
     # A scheduler process applies them when it has loaded the target.
     verifies = settings.disaggregation_mode != "prefill"
     replayed = verifies and replays(options.recurrent_rollback, model)
-    check_ahead(WORKER_PATCHES + (REPLAY_PATCHES if replayed else ()))
+    needed = WORKER_PATCHES + (REPLAY_PATCHES if replayed else ())
+    if model.quantization is not None:
+        # Its lm_head, once loaded, may be one that only the built-in worker serves.
+        needed += BUILTIN_PATCHES
+    check_ahead(needed)
 
 
 def _warn_of_precision(settings: Any, model: Any, folder: str) -> None:

@@ -193,7 +193,9 @@ PATCHED_LATE: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, ...]]]] = {
     "layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend": (
         [("hybrid",)], [("dense",), ("hybrid", *SNAPSHOT), ("hybrid", *BUILTIN)],
     ),
-    "models.dflash.DFlashDraftModel.load_weights": ([("dense", *BUILTIN)], [("dense",)]),
+    "models.dflash.DFlashDraftModel.load_weights": (
+        [("dense", *BUILTIN), ("dense", "--quantization", "fp8")], [("dense",)],
+    ),
 }  # fmt: skip
 
 
