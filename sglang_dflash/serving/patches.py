@@ -114,7 +114,7 @@ WORKER_PATCHES = SAMPLING_PATCHES + patch_rows(
      "every position in place of those that it asks for.",
      "tests/serving/test_patches.py::test_no_request_is_for_scores_without_the_row"),
     (Kind.AFTER, "layers.logits_processor.LogitsProcessor.forward",
-     "step.target_forward:keep_hidden_states",
+     "step.batch:keep_hidden_states",
      "A prompt that is scored at chosen positions has no hidden states, and so no draft K/V, also "
      "for later requests that find it in the prefix cache.",
      "tests/serving/test_patches.py::test_a_scored_prompt_has_no_hidden_states_without_the_row"),

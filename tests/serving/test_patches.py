@@ -33,7 +33,7 @@ from sglang_dflash.serving.patches import (
 )
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.step import batch as our_batch
-from sglang_dflash.serving.step import sampling, scheduler, target_forward
+from sglang_dflash.serving.step import sampling, scheduler
 from tests.patches.originals import original
 from tests.serving.batches import request_of
 
@@ -216,7 +216,7 @@ def test_a_scored_prompt_has_no_hidden_states_without_the_row(positions: dict[st
     output = original(row_of("forward").target)(*given)
     kept, whole = output.hidden_states, torch.cat((hidden + 1, hidden + 2), 1)
     assert kept is None if positions else kept.equal(whole)
-    target_forward.keep_hidden_states(output, *given)
+    our_batch.keep_hidden_states(output, *given)
     assert output.hidden_states.equal(whole)
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 from sglang.srt.managers.schedule_batch import ScheduleBatch as ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult as GenerationBatchResult
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
@@ -96,6 +97,27 @@ def _count_in(batch: ScheduleBatch, tokens: int) -> None:
         # `nxt_kv_lens_cpu` bounds the lengths after this step's block already.
         batch.seq_lens_cpu = batch.spec_info.nxt_kv_lens_cpu
         batch.seq_lens_sum = batch.spec_info.nxt_kv_lens_sum
+
+
+def keep_hidden_states(
+    output: Any,
+    _processor: Any,
+    _input_ids: Any,
+    _hidden_states: Any,
+    _lm_head: Any,
+    metadata: Any,
+    aux_hidden_states: Any = None,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """After `LogitsProcessor.forward`, which for scores at chosen positions returns no hidden
+    states: add those that the drafter reads."""
+    if (
+        output.hidden_states is None
+        and aux_hidden_states is not None
+        and metadata.capture_hidden_mode.is_full()
+    ):
+        output.hidden_states = pack_aux_hidden_states(aux_hidden_states)
 
 
 def replace_hidden_states(batch: ScheduleBatch, output: Any) -> None:

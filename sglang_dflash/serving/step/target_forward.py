@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 from torch import Tensor
 
 from sglang_dflash.common.log import Log
@@ -173,27 +172,6 @@ def _make_at(width: int, runner: Any, verify_block: int) -> _AtWidth:
         time.perf_counter() - began,
     )
     return _AtWidth(attention, graphs)
-
-
-def keep_hidden_states(
-    output: Any,
-    _processor: Any,
-    _input_ids: Any,
-    _hidden_states: Any,
-    _lm_head: Any,
-    metadata: Any,
-    aux_hidden_states: Any = None,
-    *_: Any,
-    **__: Any,
-) -> None:
-    """After `LogitsProcessor.forward`, which for scores at chosen positions returns no hidden
-    states: add those that the drafter reads."""
-    if (
-        output.hidden_states is None
-        and aux_hidden_states is not None
-        and metadata.capture_hidden_mode.is_full()
-    ):
-        output.hidden_states = pack_aux_hidden_states(aux_hidden_states)
 
 
 def extend_index_buffers(attention: Any, verify_block: int) -> None:
