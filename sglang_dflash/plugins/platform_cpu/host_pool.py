@@ -48,6 +48,39 @@ def back_up(
         host_layer[host_places] = layer[device_indices]
 
 
+def load_latent_layer(
+    host: Any,
+    device_pool: Any,
+    host_indices: Tensor,
+    device_indices: Tensor,
+    layer_id: int,
+    io_backend: str,
+    *,
+    is_draft: bool = False,
+) -> None:
+    """In place of `MLATokenToKVPoolHost.load_to_device_per_layer`."""
+    del device_pool, io_backend
+    if is_draft or layer_id in host._target_layer_indices:
+        layer = host.device_kv_buffers[host._buffer_index_by_layer[layer_id]]
+        host_layer = _latents(host)[host._host_layer_by_controller[layer_id]]
+        layer[device_indices] = host_layer[_places(host, host_indices)]
+
+
+def back_up_latents(
+    host: Any, device_pool: Any, host_indices: Tensor, device_indices: Tensor, io_backend: str
+) -> None:
+    """In place of `MLATokenToKVPoolHost.backup_from_device_all_layer`."""
+    del device_pool, io_backend
+    host_places = _places(host, host_indices)
+    for layer, host_layer in zip(host.device_kv_buffers, _latents(host), strict=True):
+        host_layer[host_places] = layer[device_indices]
+
+
+def _latents(host: Any) -> Tensor:
+    """The host pool by layer. In all layouts but one, pages or tokens come first."""
+    return host.kv_buffer if host.layout == "layer_first" else host.kv_buffer.transpose(0, 1)
+
+
 def _places(host: Any, indices: Tensor) -> tuple[Tensor, ...]:
     """Return the index of tokens in a layer of the host pool. In one layout pages are an axis."""
     if host.layout == "page_first_direct":

@@ -150,6 +150,10 @@ PATCHES = (
          "host_pool:load_layer", _COPIES, f"{_HOST_PROOFS}test_host_copies_need_kernels"),
         (Kind.REPLACE, "mem_cache.pool_host.mha.MHATokenToKVPoolHost.backup_from_device_all_layer",
          "host_pool:back_up", _COPIES, f"{_HOST_PROOFS}test_host_copies_need_kernels"),
+        (Kind.REPLACE, "mem_cache.pool_host.mla.MLATokenToKVPoolHost.load_to_device_per_layer",
+         "host_pool:load_latent_layer", _COPIES, f"{_HOST_PROOFS}test_host_copies_need_kernels"),
+        (Kind.REPLACE, "mem_cache.pool_host.mla.MLATokenToKVPoolHost.backup_from_device_all_layer",
+         "host_pool:back_up_latents", _COPIES, f"{_HOST_PROOFS}test_host_copies_need_kernels"),
         *((Kind.AROUND, f"mem_cache.pool_host.mamba.MambaPoolHost.{copy}", "host_pool:copy_states",
            _COPIES, f"{_HOST_PROOFS}test_host_copies_of_states_need_kernels")
           for copy in ("load_to_device_per_layer", "backup_from_device_all_layer")),
@@ -157,6 +161,7 @@ PATCHES = (
            "torch_ops:call_without_pinning",
            "A page from storage comes by way of pinned memory, which needs an accelerator: none is "
            "read.", f"{_HOST_PROOFS}test_pages_from_storage_need_pinned_memory")
-          for pool in ("mha.MHATokenToKVPoolHost", "mamba.MambaPoolHost")),
+          for pool in ("mha.MHATokenToKVPoolHost", "mla.MLATokenToKVPoolHost",
+                       "mamba.MambaPoolHost")),
     ),
 )  # fmt: skip

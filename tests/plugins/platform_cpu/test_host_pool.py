@@ -35,9 +35,23 @@ def test_ten_gib_stay_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hosted(layout: str) -> SimpleNamespace:
-    """A host pool of 6 tokens in pages of 2, of two layers, beside a device pool of 4."""
+    """A host pool of 6 tokens in pages of 2, of two layers, beside a device pool of 4; both with
+    K and V, and with latents."""
     kept = torch.zeros(2, 2, *((3, 2) if layout == "page_first_direct" else (6,)), 1, 3)
+    latents = torch.zeros(kept.shape[1:])
     return SimpleNamespace(
+        _is_dummy=False,
+        _layer_shard_enabled=False,
+        dcp_size=1,
+        dcp_rank=0,
+        device_kv_buffers=tuple(torch.rand(2, 4, 1, 3)),
+        device_data_ptrs=None,
+        data_refs=None,
+        kv_buffer=latents if layout == "layer_first" else latents.transpose(0, 1),
+        # Numbers of SGLang's, in another order than the buffers.
+        _target_layer_indices=(5, 3),
+        _buffer_index_by_layer={5: 0, 3: 1},
+        _host_layer_by_controller={5: 0, 3: 1},
         layout=layout,
         page_size=2,
         target_layer_num=2,
@@ -56,21 +70,28 @@ def hosted(layout: str) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
-def test_host_copies_need_kernels(layout: str) -> None:
+@pytest.mark.parametrize("pool", ["mha.MHATokenToKVPoolHost", "mla.MLATokenToKVPoolHost"])
+def test_host_copies_need_kernels(pool: str, layout: str) -> None:
     """Ours need none: tokens that were backed up are loaded into other slots."""
-    pool = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
     host, at, slots = hosted(layout), torch.tensor([5, 2, 0]), torch.tensor([1, 3, 0])
     there = torch.tensor([0, 2, 1])
+    back_up, load = host_pool.back_up, host_pool.load_layer
+    buffers, numbers = (*host.device_k_buffers, *host.device_v_buffers), (0, 1)
+    if pool.startswith("mla"):
+        back_up, load = host_pool.back_up_latents, host_pool.load_latent_layer
+        buffers, numbers = host.device_kv_buffers, host._target_layer_indices
     calls: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
-        ("backup_from_device_all_layer", host_pool.back_up, (at, slots)),
-        *(("load_to_device_per_layer", host_pool.load_layer, (at, there, n)) for n in range(2)),
+        ("backup_from_device_all_layer", back_up, (at, slots)),
+        *(("load_to_device_per_layer", load, (at, there, n)) for n in numbers),
     ]
-    before = [layer[slots].clone() for layer in (*host.device_k_buffers, *host.device_v_buffers)]
+    before = [layer[slots].clone() for layer in buffers]
     for name, ours, arguments in calls:
         with pytest.raises(NameError, match="transfer_kv"):
-            original(f"{pool}.{name}")(host, None, *arguments, "direct")
+            original(f"sglang.srt.mem_cache.pool_host.{pool}.{name}")(
+                host, None, *arguments, "direct"
+            )
         ours(host, None, *arguments, "direct")
-    for layer, rows in zip((*host.device_k_buffers, *host.device_v_buffers), before, strict=True):
+    for layer, rows in zip(buffers, before, strict=True):
         assert layer[there].equal(rows)
 
 
@@ -98,12 +119,14 @@ def test_host_copies_of_states_need_kernels() -> None:
     assert host.buffer_info.temporal[:, there].equal(before)
 
 
-@pytest.mark.parametrize("pool", ["mha.MHATokenToKVPoolHost", "mamba.MambaPoolHost"])
+@pytest.mark.parametrize(
+    "pool", ["mha.MHATokenToKVPoolHost", "mla.MLATokenToKVPoolHost", "mamba.MambaPoolHost"]
+)
 def test_pages_from_storage_need_pinned_memory(pool: str) -> None:
     page = original(f"sglang.srt.mem_cache.pool_host.{pool}.get_dummy_flat_data_page")
     host = SimpleNamespace(
-        layer_num=2, page_size=2, head_num=1, head_dim=3, size_per_token=12, dtype=torch.float32,
-        device="cpu", pin_memory=True,
+        layer_num=2, page_size=2, head_num=1, head_dim=3, kv_cache_dim=6, size_per_token=12,
+        dtype=torch.float32, device="cpu", pin_memory=True,
     )  # fmt: skip
     with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|driver|pin"):
         page(host)
