@@ -16,6 +16,8 @@ from sglang_dflash.plugins.platform_cpu import ATTENTION_BACKEND
 
 logger = Log(__name__)
 
+# Layouts of the hierarchical cache's host memory that `host_pool` knows.
+HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 # SGLang's LoRA backend that needs torch only.
 LORA_BACKEND = "torch_native"
 
@@ -25,7 +27,7 @@ def torch_backends(server_args: Any) -> None:
 
     Raises:
         ConfigError: the user asks for a backend that needs more than torch, or for a split of the
-            context that ours does not know.
+            context or a layout of host memory that ours does not know.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -51,6 +53,10 @@ def torch_backends(server_args: Any) -> None:
         raise ConfigError(
             "--dcp-size", settings.dcp_size, "cannot run on a plain CPU; leave it out"
         )
+    layout = settings.hicache_mem_layout
+    if settings.enable_hierarchical_cache and layout not in HOST_LAYOUTS:
+        required = f"cannot run on a plain CPU; choose one of {', '.join(HOST_LAYOUTS)}"
+        raise ConfigError("--hicache-mem-layout", layout, required)
     if settings.moe_runner_backend not in ("auto", "triton"):
         required = "cannot run on a plain CPU; 'auto' can"
         raise ConfigError("--moe-runner-backend", settings.moe_runner_backend, required)

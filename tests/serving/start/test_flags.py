@@ -65,6 +65,10 @@ REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
     ("--enable-lora", "--lora-backend", "triton"): ("--lora-backend", "triton"),
     ("--moe-runner-backend", "cutlass"): ("--moe-runner-backend", "cutlass"),
     ("--tp-size", "2", "--dcp-size", "2"): ("--dcp-size", 2),
+    ("--enable-hierarchical-cache", "--hicache-mem-layout", "page_head"): (
+        "--hicache-mem-layout",
+        "page_head",
+    ),
 }
 
 # Flags -> the end of argparse's message.
