@@ -64,7 +64,7 @@ class TwoRanks:
             )
             runner = SimpleNamespace(model=target, weight_updater=loads)
             draft = DraftWeights(self.drafts[number], self._groups[number])
-            return update(TargetAndDraft(runner, draft), number)
+            return update(TargetAndDraft(runner, draft, lambda: None), number)
 
         with ThreadPoolExecutor(2) as pool:
             futures = [pool.submit(run, number) for number in range(2)]
