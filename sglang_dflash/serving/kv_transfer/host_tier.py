@@ -24,6 +24,7 @@ from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.attention.table import PADDING_SLOT
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import indexable
+from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.serving.kv_transfer.staging import NUMBER, Staging, StagingBuffer, page_locked
 
 # Tokens that are copied at a time, at most: device memory beyond what is reserved stays small.
@@ -221,7 +222,14 @@ class HostTier:
         return torch.cat([tokens[part] for part in parts])
 
     def _fair_share(self, group: KVGroup) -> int | None:
-        return group.fair_share(1, self._carried) if group.reach.is_bounded else None
+        """Tokens of a prefix that are loaded, at most; None for all."""
+        if not group.reach.is_bounded:
+            return None
+        share = group.fair_share(1, self._carried)
+        if isinstance(group.cache, RingKVCache):
+            return share
+        # An entry per slot is nobody else's: what a draft can see has room in any case.
+        return max(share, group.reach.tokens_read(sys.maxsize))
 
 
 def _one_ahead(begun: Iterator[T]) -> Iterator[T]:

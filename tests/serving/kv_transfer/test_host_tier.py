@@ -123,6 +123,20 @@ def test_sinks_come_back_if_not_everything_fits() -> None:
     assert (tier.loaded, tier.loaded_draft) == (8, 6)
 
 
+@pytest.mark.parametrize("carried", [1, 4, 12])
+def test_with_an_entry_per_slot_all_that_is_visible_comes_back(carried: int) -> None:
+    """However many requests may run: of a ring each would get a share."""
+    cache = TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu")
+    tier = HostTier([group(cache, Reach(4, 2))], carried=carried)
+    write(cache, torch.arange(1, 11), [float(slot) for slot in range(1, 11)])
+    for first in (1, 6):
+        tier.plan_backup(torch.arange(first, first + 5), torch.arange(first, first + 5), HOST)
+    tier.plan_load(torch.arange(1, 11), torch.arange(12, 22))
+    tier.run_copies(nothing)
+    back = read(cache, torch.arange(12, 22))
+    assert back[:2] == [1.0, 2.0] and back[-4:] == [7.0, 8.0, 9.0, 10.0]
+
+
 @pytest.mark.parametrize("carried", [3, 6, 8])
 def test_a_share_below_the_sinks_is_a_bound(carried: int) -> None:
     """A request may take 4, 2 or 1 of 12 entries; each token is loaded once."""
