@@ -1,2 +1,2 @@
-"""Errors that a command tells in a line, log lines, progress bars, and flags from dataclasses. No
-torch here."""
+"""Errors that a command tells in a line, log lines, progress bars, files of results, and flags from
+dataclasses. No torch here."""

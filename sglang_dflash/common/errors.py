@@ -64,6 +64,16 @@ def shown_pair(draft: object, target: object) -> str:
     return f" (draft {shown(draft)}, target {shown(target)})"
 
 
+def innermost(error: BaseException) -> str:
+    """The reason behind an error of a client, which wraps the system's several times."""
+    wrapped = [error]
+    while (inner := wrapped[-1].__context__ or wrapped[-1].__cause__) is not None:
+        wrapped.append(inner)
+    by_proxy = any(type(each).__name__ == "ProxyError" for each in wrapped)
+    reason = str(wrapped[-1]) or type(wrapped[-1]).__name__
+    return cut(f"the proxy of the environment: {reason}" if by_proxy else reason)
+
+
 def cut(text: str) -> str:
     """The first line of `text`, its middle left out if it is long."""
     line = text.strip().split("\n")[0]

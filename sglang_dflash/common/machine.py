@@ -44,6 +44,13 @@ def available_bytes() -> int | None:
     return 1024 * int(kibibytes[0]) if kibibytes else None
 
 
+def reach_this_machine() -> None:
+    """Ask servers of this machine without the environment's proxy, here and in child processes."""
+    named = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = dict.fromkeys([*filter(None, named.split(",")), "127.0.0.1", "localhost", "::1"])
+    os.environ |= dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(hosts))
+
+
 def version(package: str) -> str | None:
     """The installed version of a distribution, or None."""
     try:

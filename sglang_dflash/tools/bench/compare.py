@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.common.errors import ConfigError, Failed
+from sglang_dflash.common.files import check_writable, make_folder, write_whole
 from sglang_dflash.common.progress import progress_bar, waiting
 from sglang_dflash.tools.bench import datasets, load, picture, report
 from sglang_dflash.tools.bench.arms import Arms, arms_of, group_arms, open_endpoints
@@ -21,7 +22,7 @@ from sglang_dflash.tools.bench.compiled import measure_settled
 from sglang_dflash.tools.bench.datasets import Encode, Prompt
 from sglang_dflash.tools.bench.differences import differences, near_tie
 from sglang_dflash.tools.bench.report import Measurements
-from sglang_dflash.tools.bench.settings import BenchSettings, make_folder
+from sglang_dflash.tools.bench.settings import BenchSettings
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 
 # Data set -> its prompts.
@@ -47,6 +48,9 @@ def main(fields: Mapping[str, Any]) -> None:
     if settings.picture:
         picture.check()
     out = make_folder("out", Path(settings.out))
+    results, table = out / "results.json", out / "table.md"
+    for file in (results, table):
+        check_writable("out", file)
     arms, levels = arms_of(settings, accelerator), settings.levels
     prompts = load_prompts(settings, max(settings.num_prompts, *levels))
     groups = group_arms(settings, arms, accelerator)
@@ -57,18 +61,28 @@ def main(fields: Mapping[str, Any]) -> None:
         name: datasets.repeat_prompts(drawn_prompts, count)
         for name, drawn_prompts in prompts.items()
     }
-    encode, before = encode_of(settings, prompts), out / "results.json"
-    last_times = json.loads(before.read_text()).get("start_s", {}) if before.is_file() else {}
-    measured = measure(settings, groups, prompts, encode, last_times)
+    encode = encode_of(settings, prompts)
+    measured = measure(settings, groups, prompts, encode, start_times(results))
     counts = {name: len(sent_prompts) for name, sent_prompts in prompts.items()}
     result = report.summarize(settings, counts, distinct, measured)
     text, drawn = report.markdown(result), out / "throughput.png"
+    # Written first: a reader of stdout, such as `head`, may be gone.
+    write_whole(results, json.dumps(result, indent=1) + "\n")
+    pictured = f"\n![throughput by concurrency]({drawn.name})\n" if settings.picture else ""
+    write_whole(table, text + pictured)
     print(json.dumps(result) if settings.as_json else text)
     if settings.picture:
         picture.draw(result, drawn)
-        text += f"\n![throughput by concurrency]({drawn.name})\n"
-    (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / "table.md").write_text(text)
+
+
+def start_times(results: Path) -> dict[str, float]:
+    """Return the seconds that servers took to start in an earlier run, by arm; empty if its results
+    are not there, or are none of ours."""
+    try:
+        times = json.loads(results.read_text(encoding="utf-8"))["start_s"]
+        return {arm: float(seconds) for arm, seconds in times.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
 
 
 def load_prompts(settings: BenchSettings, count: int) -> Prompts:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 from sglang_dflash.common.command_line import setting
-from sglang_dflash.common.errors import ConfigError, cut
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.tools.bench.datasets import NAMES
 from sglang_dflash.tools.bench.server import default_dtype
 from sglang_dflash.tools.demo_pairs.public_target import KIND
@@ -215,16 +214,6 @@ def require_positive(settings: BenchSettings, *fields: str) -> None:
         value = getattr(settings, field)
         if value is not None and not value > 0:
             raise ConfigError(field, value, "a positive number is required")
-
-
-def make_folder(field: str, folder: Path) -> Path:
-    """Make a folder for results if it does not exist. Raises ConfigError if it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        required = f"a folder that can be made is required ({cut(str(error))})"
-        raise ConfigError(field, str(folder), required) from error
-    return folder
 
 
 def _check_served(settings: BenchSettings) -> None:

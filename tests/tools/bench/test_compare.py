@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -346,3 +348,24 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_runs(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     code, out, err = bench(capsys, tmp_path, "--picture")
     assert code == 1 and not out and "--picture: needs matplotlib" in err
+
+
+def test_results_outlive_a_reader_that_stops_and_a_file_that_is_none(tmp_path: Path) -> None:
+    """`bench --json | head -c 1` lost a run of hours."""
+    (tmp_path / "results.json").write_text('{"start_s": {"ar"')  # Another run is writing it.
+    with FakeServer("x", echo, [], sglang=True) as server:
+        asked = [*urls(server), "--concurrency", "1", "--rounds", "1", "--num-prompts", "2"]
+        command = [sys.executable, "-m", "sglang_dflash", "bench", "--json", "--out", str(tmp_path)]
+        with subprocess.Popen([*command, *asked], stdout=subprocess.PIPE, text=True) as running:
+            assert running.stdout is not None
+            running.stdout.close()
+    assert running.returncode == 0 and read(tmp_path)["rows"][0]["answers"] == 2
+    assert {"results.json", "table.md"} == {p.name for p in tmp_path.iterdir()}
+
+
+def test_results_that_cannot_be_written_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "table.md").mkdir()
+    code, out, err = bench(capsys, tmp_path, "--base-url", "a=http://127.0.0.1:9")
+    assert code == 1 and not out and f"--out: '{tmp_path}/table.md'; it cannot be written" in err
