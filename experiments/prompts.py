@@ -60,7 +60,7 @@ def _cases(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         raise ConfigError("packages", str(file), "no such file; unpack both packages there")
     raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    return [json.loads(line) for line in raw.decode().splitlines() if line]
+    return [json.loads(line) for line in raw.decode().split("\n") if line]
 
 
 def _write(folder: Path, name: str, texts: Iterable[str]) -> int:

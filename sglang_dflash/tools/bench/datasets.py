@@ -226,7 +226,8 @@ def from_file(path: Path) -> list[Prompt]:
     if not path.is_file():
         raise ConfigError("dataset_file", str(path), "there is no such file")
     try:
-        text = path.read_text(encoding="utf-8")
+        # With or without a byte order mark.
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         required = f"it cannot be read ({cut(str(error))})"
         raise ConfigError("dataset_file", str(path), required) from error
@@ -248,7 +249,8 @@ def _rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
             raise ConfigError("dataset_file", str(path), required) from error
         yield from ((f"entry {number}", row) for number, row in enumerate(rows, 1))
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    # `splitlines` would also end a line at U+2028 and others, which JSON has in its strings.
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 row = json.loads(line)

@@ -37,6 +37,9 @@ def test_a_file_holds_texts_and_chats(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text('{"prompt": "a b"}\n\n{"turns": ["c", "d"]}\n')
     assert datasets.from_file(file) == [Prompt(("a b",), False), Prompt(("c", "d"), True)]
+    # A byte order mark, and characters that end a line of text, and none of JSON.
+    file.write_text('\ufeff{"prompt": "a\u2028b\x85c"}\r\n', encoding="utf-8")
+    assert datasets.from_file(file) == [Prompt(("a\u2028b\x85c",), False)]
     for bad in ('{"prompt": ""}', '{"turns": []}', '{"turns": "one"}', "[1]", "{", ""):
         file.write_text(bad)
         with pytest.raises(ConfigError) as error:
