@@ -18,13 +18,14 @@ import numpy as np
 
 from sglang_dflash.common.command_line import add_flags, flag_names, given, spelled
 from sglang_dflash.common.errors import ConfigError, Failed
+from sglang_dflash.common.files import check_writable
+from sglang_dflash.common.machine import reach_this_machine
 from sglang_dflash.common.progress import progress_bar
 from sglang_dflash.tools.bench import datasets, load, report
 from sglang_dflash.tools.bench.compare import Ask, load_prompts
 from sglang_dflash.tools.bench.datasets import Prompt
 from sglang_dflash.tools.bench.load import BenchPass, Endpoint
 from sglang_dflash.tools.bench.published_settings import PublishedSettings
-from sglang_dflash.tools.bench.settings import make_folder
 
 FOR_ALL = spelled(
     (
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     all ranks when the first one fails.
     """
     argv = sys.argv[1:] if argv is None else argv
+    reach_this_machine()
     parser = command_line()
     values = given(parser.parse_args(argv), PublishedSettings)
     if not {"backend", "target"} <= set(values):
@@ -66,12 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = settings_of(values)
         if settings.output_file is not None:
-            make_folder("output_file", Path(settings.output_file).parent)
+            check_writable("output_file", Path(settings.output_file))
         is_first = os.environ.get("RANK", "0") == "0"
-        for line in without_effect(settings, values) if is_first else ():
-            print(f"warning: {line}", file=sys.stderr)
         # One data set or one file, shuffled by the seed.
         ((name, prompts),) = load_prompts(settings, datasets.ALL).items()
+        for line in without_effect(settings, values, name, prompts) if is_first else ():
+            print(f"warning: {line}", file=sys.stderr)
         if settings.backend == "transformers":
             # As in `sglang-dflash generate`.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -130,17 +132,23 @@ def settings_of(fields: Mapping[str, Any]) -> PublishedSettings:
     return settings
 
 
-def without_effect(settings: PublishedSettings, fields: Mapping[str, Any]) -> list[str]:
-    """Return a line for each flag that was given and has no effect."""
+def without_effect(
+    settings: PublishedSettings, fields: Mapping[str, Any], name: str, prompts: Sequence[Prompt]
+) -> list[str]:
+    """Return a line for each flag that was given and has no effect.
+
+    Args:
+        name, prompts: the data set.
+    """
     unread = FOR_SERVERS if settings.backend == "transformers" else FOR_PAIRS
     lines = [
         f"{names.split()[0]} has no effect with --backend {settings.backend}"
         for name, names in unread.items()
         if name in fields
     ]
-    if settings.thinking == "on" and set(settings.dataset) & set(datasets.BUILT_IN):
+    if settings.thinking == "on" and not any(prompt.chat for prompt in prompts):
         texts = "its prompts are texts to continue, without a chat template"
-        lines.append(f"--enable-thinking has no effect on {settings.dataset[0]}: {texts}")
+        lines.append(f"--enable-thinking has no effect on {name}: {texts}")
     return lines
 
 

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from sglang_dflash.common.command_line import given
 from sglang_dflash.tools.bench import published
+from sglang_dflash.tools.bench.datasets import Prompt
 from sglang_dflash.tools.bench.published import main
 from sglang_dflash.tools.bench.published_settings import PublishedSettings
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
@@ -39,7 +40,9 @@ def parse(command: str) -> tuple[PublishedSettings, list[str]]:
     """The settings, and the flags of which a warning is given."""
     values = given(published.command_line().parse_args(shlex.split(command)), PublishedSettings)
     settings = published.settings_of(values)
-    warnings = published.without_effect(settings, values)
+    # No set of the hub is fetched; all of them are chats.
+    prompts = [Prompt(("text",), chat=settings.dataset[0] not in ("demo", "stdlib"))]
+    warnings = published.without_effect(settings, values, settings.dataset[0], prompts)
     return settings, [line.split()[0] for line in warnings]
 
 
@@ -72,6 +75,8 @@ def test_the_published_general_form_parses(backend: str) -> None:
 def test_a_flag_without_effect_is_named() -> None:
     asked = "--backend vllm --model Qwen/Qwen3-4B --dataset demo --block-size 8 --enable-thinking"
     assert parse(asked)[1] == ["--block-size", "--enable-thinking"]
+    # The built-in chats go through the template.
+    assert parse(asked.replace("demo", "chat"))[1] == ["--block-size"]
 
 
 @pytest.mark.parametrize(
@@ -149,17 +154,21 @@ def test_an_sglang_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert result["ttft_ms"] <= result["ttft_ms_p99"]
 
 
-def test_chats_go_through_the_template_with_thinking_as_asked(tmp_path: Path) -> None:
+def test_chats_go_through_the_template_with_thinking_as_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "chats.jsonl"
     file.write_text('{"turns": ["What is it?", "A second turn is not sent."]}\n')
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     for thinking in (True, False):
         log: list[Any] = []
         with FakeServer("a", eight, log, sglang=True) as server:
+            # As a user types it: without http://, and with a slash behind it.
             code = run(
-                f"--backend sglang --base-url {server.url} --model {TARGET} --num-prompts 1 "
+                f"--backend sglang --base-url {server.url[7:]}/ --model {TARGET} --num-prompts 1 "
                 f"--dataset-file {file} {'--enable-thinking' * thinking} --max-new-tokens 20"
             )
+        assert "--enable-thinking" not in capsys.readouterr().err
         sampling = log[-1][2]["sampling_params"]
         assert code == 0 and len(log) == 2
         assert (sampling["ignore_eos"], sampling["max_new_tokens"]) == (False, 20)
@@ -211,4 +220,7 @@ def test_what_cannot_be_measured_is_named(capsys: pytest.CaptureFixture[str]) ->
         assert "--model: './nonesuch'; it has no tokenizer" in capsys.readouterr().err
     gone = f"--backend sglang --base-url http://127.0.0.1:9 --dataset demo --model {TARGET}"
     assert run(gone) == 1
-    assert "http://127.0.0.1:9: neither SGLang nor" in capsys.readouterr().err
+    assert "http://127.0.0.1:9/server_info cannot be reached: " in capsys.readouterr().err
+    # Before anything runs.
+    assert run(f"{gone} --output-file {TARGET}") == 1
+    assert f"--output-file: '{TARGET}'; it cannot be written" in capsys.readouterr().err
