@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import requests
 
-from sglang_dflash.common.errors import Failed
+from sglang_dflash.common.errors import Failed, innermost
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 from sglang_dflash.serving.metrics.server_info import NOT_KNOWN, ServerInfo
 from sglang_dflash.tools.bench.compiled import compilations
@@ -90,7 +90,7 @@ def send_request(method: str, url: str, **how: Any) -> requests.Response:
     try:
         return requests.request(method, url, timeout=60, **how)
     except requests.RequestException as error:
-        raise Failed(f"{url}: {error}") from error
+        raise Failed(f"{url} cannot be reached: {innermost(error)}") from error
 
 
 def chunks(
@@ -320,11 +320,9 @@ def _device(machine: Mapping[str, Any]) -> str:
         return machine["nvidia_gpu_models"].splitlines()[0]
     lines = (line.partition(":") for line in (machine["cpu_info"] or "").splitlines())
     cpu_facts = {name.strip(): value.strip() for name, _, value in lines}
-    return (
-        f"CPU, {cpu_facts.get('CPU(s)')} cores of {cpu_facts.get('Model name')}"
-        if cpu_facts
-        else NOT_KNOWN
-    )
+    if not cpu_facts:
+        return NOT_KNOWN
+    return f"CPU, {cpu_facts.get('CPU(s)')} cores of {cpu_facts.get('Model name')}"
 
 
 def _text(choice: dict[str, Any]) -> str:
@@ -343,9 +341,9 @@ def endpoint(url: str) -> Endpoint:
     Raises:
         Failed: neither kind answers, or our worker simulates its acceptance.
     """
-    url = url.rstrip("/").removesuffix("/v1")
+    url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     try:
-        response = requests.get(f"{url}/server_info", timeout=60)
+        response = send_request("GET", f"{url}/server_info")
         if response.ok and "internal_states" in response.json():
             length = ServerInfo(response.json()).least("simulated_acceptance")
             if length:
@@ -354,11 +352,14 @@ def endpoint(url: str) -> Endpoint:
                     "restart it without SGLANG_SIMULATE_ACC_LEN"
                 )
             return SGLang(url)
-        models = requests.get(f"{url}/v1/models", timeout=60)
+        models = send_request("GET", f"{url}/v1/models")
+        if models.status_code in (401, 403):
+            why = "it asks for an API key, and none is sent; start it without --api-key"
+            raise Failed(f"{url} answers {models.status_code}: {why}")
         models.raise_for_status()
         model = models.json()["data"][0]
         return (VLLM if model.get("owned_by") == "vllm" else OpenAI)(url, model["id"])
-    except (requests.RequestException, KeyError, IndexError) as error:
+    except (requests.RequestException, LookupError, TypeError) as error:
         raise Failed(
             f"{url}: neither SGLang nor a server of the OpenAI API "
             f"({type(error).__name__}: {error})"

@@ -36,8 +36,10 @@ def split(argv: list[str], _flags: Collection[str]) -> tuple[list[str], list[str
 
 
 def run(args: argparse.Namespace) -> None:
+    from sglang_dflash.common.machine import reach_this_machine
     from sglang_dflash.tools.bench import compare
     from sglang_dflash.tools.bench.server import sigterm_as_exit
 
+    reach_this_machine()
     with sigterm_as_exit():
         compare.main(given(args, BenchSettings))

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 from collections.abc import Iterator
 
 import requests
 
-from sglang_dflash.common.errors import Failed
+from sglang_dflash.common.errors import ConfigError, Failed, innermost
+from sglang_dflash.common.machine import reach_this_machine
 from sglang_dflash.drafting.acceptance_length import CAUSES, JUDGED_STEPS, LOW, LOW_CONTEXT_SHARE
 from sglang_dflash.drafting.options import Finding
 from sglang_dflash.serving.metrics.server_info import ENOUGH_STEPS, ServerInfo
@@ -30,7 +32,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raises Failed, which makes the exit status 1, if anything is wrong."""
+    """Raises Failed, which makes the exit status 1, if anything is wrong; ConfigError if the
+    command is."""
+    if not 0 < args.timeout <= threading.TIMEOUT_MAX:
+        raise ConfigError("timeout", args.timeout, "a positive number of seconds is required")
+    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
+        # The value is not shown.
+        raise ConfigError("api_key", required="letters, digits and signs of ASCII are required")
+    reach_this_machine()
     server = None
     try:
         server = read(args.url, args.timeout, args.api_key)
@@ -88,7 +97,7 @@ def read(url: str, timeout_s: float, api_key: str | None = None) -> ServerInfo:
             f"{url} gave no answer within {timeout_s:g} s: the scheduler hangs, or is gone"
         ) from error
     except requests.RequestException as error:
-        raise Failed(f"{url} cannot be reached: {_reason(error)}") from error
+        raise Failed(f"{url} cannot be reached: {innermost(error)}") from error
     if answer.status_code in (401, 403):
         raise Failed(f"{url} answers {answer.status_code}; give --api-key")
     try:
@@ -98,13 +107,6 @@ def read(url: str, timeout_s: float, api_key: str | None = None) -> ServerInfo:
     if not isinstance(report, dict) or "internal_states" not in report:
         raise Failed(f"{url} answers {answer.status_code} and is not that of an SGLang server")
     return ServerInfo(report)
-
-
-def _reason(error: BaseException) -> str:
-    """Return the innermost reason: requests wraps the system's error three times."""
-    while (inner := error.__context__ or error.__cause__) is not None:
-        error = inner
-    return str(error) or type(error).__name__
 
 
 def examine(server: ServerInfo) -> list[Finding]:

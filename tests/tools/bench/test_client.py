@@ -12,7 +12,7 @@ from sglang_dflash.common.errors import Failed
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.tools.bench import load
 from sglang_dflash.tools.bench.datasets import Prompt
-from tests.tools.bench.fake_server import FakeServer, echo
+from tests.tools.bench.fake_server import FakeServer, Handler, echo
 
 SIX = [Prompt((f"p {i}",), False) for i in range(6)]
 
@@ -35,6 +35,15 @@ def test_the_clock_of_the_first_token(sglang: bool) -> None:
     # adds to the first one is missing from the time between tokens.
     assert 0.3 <= got.first_token_s < got.seconds - 0.1 and got.seconds >= 0.7
     assert got.per_token_s == pytest.approx((got.seconds - got.first_token_s) / 4)
+
+
+def test_a_server_that_asks_for_a_key_is_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks_for_key(handler: Handler) -> None:
+        handler._send(401, "{}")
+
+    monkeypatch.setattr(Handler, "do_GET", asks_for_key)
+    with FakeServer("a", echo, []) as server, pytest.raises(Failed, match="401: it asks for an"):
+        load.endpoint(server.url)
 
 
 @pytest.mark.parametrize("incremental", [True, False])
