@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang_dflash.common.command_line import add_flags, flag_names, given, spelled
-from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.common.machine import hardware
+from sglang_dflash.common.errors import ConfigError, Failed
+from sglang_dflash.common.files import check_writable
+from sglang_dflash.common.machine import hardware, reach_this_machine
 from sglang_dflash.common.progress import progress_bar
 from sglang_dflash.tools.bench.server import Server, ServerConfig, sigterm_as_exit, together
 
@@ -141,17 +142,22 @@ def main(argv: Sequence[str]) -> int:
     module, options_parser = importlib.import_module(f"experiments.{name}"), parser(name)
     args = options_parser.parse_args(argv[1:])
     options = module.Options(**given(args, module.Options))
+    reach_this_machine()
     try:
+        if args.out is not None:
+            check_writable("out", args.out)
         # On SIGTERM, servers end with the experiment.
         with sigterm_as_exit():
             results = module.run(options)
             for so_far in [results] if isinstance(results, dict) else results:
                 result = {"command": command_of(name, options), "hardware": hardware(), **so_far}
                 if args.out is not None:
-                    args.out.parent.mkdir(parents=True, exist_ok=True)
                     args.out.write_text(json.dumps(result, indent=1) + "\n")
     except ConfigError as error:
         print(f"{name}: {error.named(flag_names(options_parser, argv))}", file=sys.stderr)
+        return 1
+    except Failed as error:
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
     print(*module.table(result), sep="\n")
     failure = module.failure(result) if hasattr(module, "failure") else None
@@ -166,8 +172,10 @@ def command_of(name: str, options: Any) -> str:
     words = ["python", "-m", "experiments", name]
     for field, flag in spelled(options.__dataclass_fields__).items():
         value = getattr(options, field)
-        if value is True:
-            words.append(flag)
-        elif value is not False and value != "":
-            words += [flag, str(value)]
+        # A flag of several values is repeated.
+        for each in value if isinstance(value, tuple) else (value,):
+            if each is True:
+                words.append(flag)
+            elif each is not False and each != "":
+                words += [flag, str(each)]
     return shlex.join(words)

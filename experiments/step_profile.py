@@ -49,12 +49,16 @@ class Options:
 def run(options: Options) -> dict[str, Any]:
     """Raises ConfigError if no server is given or an option is out of range, Failed if a server
     does not answer or writes no trace."""
-    urls = dict(named.split("=", 1) for named in options.base_url if "=" in named)
+    pairs = (named.rstrip("/").split("=", 1) for named in options.base_url if "=" in named)
+    urls = dict(pairs)
     if not urls or len(urls) < len(options.base_url):
-        raise ConfigError("base_url", options.base_url or None, "NAME=URL is required")
+        required = "NAME=URL is required, every name once"
+        raise ConfigError("base_url", options.base_url or None, required)
     levels = BenchSettings(concurrency=options.concurrency).levels
     servers = {
-        name: {str(level): profile(load.SGLang(url), level, options) for level in levels}
+        name: {
+            str(level): profile(load.SGLang(url.rstrip("/")), level, options) for level in levels
+        }
         for name, url in urls.items()
     }
     return {"levels": list(levels), "servers": servers}

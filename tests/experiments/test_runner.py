@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from experiments import draft_kv, runner, target_kv_tokens
+from experiments import draft_kv, gpu_servers, runner, target_kv_tokens
 from sglang_dflash.tools.bench.server import ServerConfig
 
 ARMS = {name: ServerConfig({"--name": name}) for name in ("one", "three")}
@@ -83,6 +83,27 @@ def test_a_result_is_written_and_its_failure_tells(
     shown = capsys.readouterr()
     assert json.loads(shown.out.splitlines()[-1])["turns"] == 4
     assert shown.err == "draft_kv: does not hold\n"
+
+
+def test_a_command_repeats_what_was_given_more_than_once() -> None:
+    for variants in ((), ("a=--x 1", "b=--y")):
+        command = runner.command_of("gpu_servers", gpu_servers.Options(variant=variants))
+        args = runner.parser("gpu_servers").parse_args(shlex.split(command)[4:])
+        assert tuple(getattr(args, "variant", ())) == variants
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["draft_kv", "--out", str(runner.HOME)], f"--out: '{runner.HOME}'; it cannot be written"),
+        (["step_profile", "--base-url", "a=http://127.0.0.1:9/"], "http://127.0.0.1:9/generate: "),
+    ],
+)
+def test_what_cannot_run_is_one_line(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runner.main(argv) == 1
+    assert capsys.readouterr().err.startswith(f"{argv[0]}: {words}")
 
 
 def test_an_option_out_of_range_is_named_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
