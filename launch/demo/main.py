@@ -26,9 +26,10 @@ import torch
 
 from launch.demo.answer_picture import picture
 from launch.demo.race import LiveAnswer, race
-from sglang_dflash.common.command_line import add_flags
-from sglang_dflash.common.errors import Failed
-from sglang_dflash.common.machine import hardware
+from sglang_dflash.common.command_line import add_flags, flag_names
+from sglang_dflash.common.errors import ConfigError, Failed
+from sglang_dflash.common.files import check_writable
+from sglang_dflash.common.machine import hardware, reach_this_machine
 from sglang_dflash.common.progress import progress_bar, waiting
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 from sglang_dflash.tools.bench import datasets
@@ -205,17 +206,23 @@ def main() -> None:
         help="also draw both answers to the prompt with the median speedup",
     )
     args = parser.parse_args()
-    with sigterm_as_exit(), suppress(KeyboardInterrupt):
-        run(args)
+    reach_this_machine()
+    try:
+        with sigterm_as_exit(), suppress(KeyboardInterrupt):
+            for name in ("out", "picture"):
+                if getattr(args, name) is not None:
+                    check_writable(name, getattr(args, name))
+            run(args)
+    except ConfigError as error:
+        sys.exit(f"demo: {error.named(flag_names(parser) | {'demo pair': '--model'})}")
+    except Failed as error:
+        sys.exit(f"demo: {error}")
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the demo. Exits after the comparison with --check."""
     if args.pair == KIND:
-        try:
-            public_target.fetch()
-        except Failed as error:
-            sys.exit(str(error))
+        public_target.fetch()
     pair, on_gpu = demo_pair(args.pair), torch.cuda.is_available()
     prompts = prompts_of(pair)
     encode = datasets.token_encoder(str(pair.target))

@@ -15,6 +15,7 @@ from launch.demo.main import (
     MeasuredAnswer,
     config_of,
     loops,
+    main,
     median_prompt,
     outcome,
     prompts_of,
@@ -104,3 +105,19 @@ def test_the_outcome_of_two_servers() -> None:
     assert speedups(["chat", "edits"], plain, dflash) == {"chat": 4.0, "edits": 2.0}
     dflash[1] = MeasuredAnswer([2] * 7 + [3], 2, 1.0)
     assert not outcome(plain, dflash)["identical"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model", "nonesuch"], "demo: --model: 'nonesuch'; choose one of dense"),
+        (["--model", "dense", "--out", "/"], "demo: --out: '/'; it cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(
+    argv: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["demo", *argv])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert str(ended.value.code).startswith(words)
