@@ -21,9 +21,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from launch.draft_training import card, text
 from launch.draft_training.loop import TrainingLimit
 from launch.draft_training.recipe import Recipe
+from sglang_dflash.common.command_line import flag_of
+from sglang_dflash.common.errors import ConfigError, cut
+from sglang_dflash.common.machine import reach_this_machine
 from sglang_dflash.tools.bench import datasets
+from sglang_dflash.tools.bench.settings import require_positive
+from sglang_dflash.tools.transformers_loop.checks import find_device
 
 STAGES = ("text", "states", "draft", "dflash2", "card")
+COUNTS = ("shards", "chats", "steps", "minutes", "dflash2_steps", "milestone", "max_state_gib")
 STEPS, MILESTONE = 4000, {"cpu": 600, "cuda": 60}
 
 
@@ -47,8 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add(
         "--device",
-        type=torch.device,
-        default=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
         help="cuda or cpu (default: cuda if there is a GPU)",
     )
     add("--only", choices=STAGES, help="the only stage to run")
@@ -81,17 +86,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(1)
+    reach_this_machine()
     try:
+        require_positive(args, *COUNTS)
+        args.device = find_device("device", args.device)
+        if args.device.type not in MILESTONE:
+            raise ConfigError("device", str(args.device), f"choose one of {', '.join(MILESTONE)}")
         held_out = {"chat": datasets.load("chat", datasets.ALL)}
-        for name, file in (argument.split("=", 1) for argument in args.held_out):
-            held_out[name] = datasets.from_file(Path(file))
-        prompts = datasets.from_file(args.prompts) if args.prompts else ()
+        for argument in args.held_out:
+            name, _, file = argument.partition("=")
+            if not file or name in held_out:
+                required = "NAME=FILE is required, with a name that no other set has"
+                raise ConfigError("held_out", argument, required)
+            held_out[name] = read_prompts("held_out", Path(file))
+        prompts = read_prompts("prompts", args.prompts) if args.prompts else ()
         recipe = Recipe(args.target, args.work, prompts, held_out, args.device, start=args.start)
         if args.max_state_gib:
             recipe.max_state_bytes = args.max_state_gib * 2**30
         run(args, recipe)
-    except ValueError as error:
-        raise SystemExit(f"train_draft: {error}") from error
+    except ConfigError as error:
+        flags = {name: flag_of(name) for name in vars(args)}
+        raise SystemExit(f"train_draft: {error.named(flags)}") from error
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"train_draft: {cut(str(error))}") from error
+
+
+def read_prompts(field: str, file: Path) -> list[datasets.Prompt]:
+    """Read a file of prompts. Raises ConfigError about `field`."""
+    try:
+        return datasets.from_file(file)
+    except ConfigError as error:
+        raise error.named({"dataset_file": field}) from error
 
 
 def run(args: argparse.Namespace, recipe: Recipe) -> None:

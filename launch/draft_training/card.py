@@ -20,6 +20,8 @@ from .states import read_text
 def write(recipe: Recipe, name: str, out: Path) -> None:
     """Copy the best milestone of the run `name` into `out`, and write its README.md and
     curve.json."""
+    if not (recipe.work / f"{name}.curve.json").exists():
+        raise ValueError(f"{recipe.work}: no milestone of {name} yet; run the stage {name} first")
     step, best = best_milestone(recipe, name)
     out.mkdir(parents=True, exist_ok=True)
     for file in ("config.json", "model.safetensors"):

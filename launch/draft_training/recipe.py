@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model, save_model
 from sglang_dflash.tools.bench.datasets import Prompt
@@ -65,6 +66,8 @@ class Recipe:
     _is_full: bool = False
 
     def __post_init__(self) -> None:
+        if not (self.target_folder / "config.json").is_file():
+            raise ConfigError("target", str(self.target_folder), "a folder with a chat model")
         self.work.mkdir(parents=True, exist_ok=True)
         self._check_target()
         if self.states_in_memory is None:
@@ -200,6 +203,10 @@ class Recipe:
         Raises:
             SystemExit: SIGTERM has ended the run; its state is saved.
         """
+        needed = self.work / ("draft.state.pt" if is_dflash2 else "text")
+        if not needed.exists():
+            stage = "draft" if is_dflash2 else "text"
+            raise ValueError(f"{needed}: not there yet; run the stage {stage} first")
         raw, model = self.new_dflash2() if is_dflash2 else (self.raw, self.new_draft())
         batch_size = draft.BATCH[self.device.type]
         # `model.to` would also cast the frequencies of RoPE, which stay float32 as in serving.

@@ -68,7 +68,8 @@ class ServerWriter:
     shards_at_a_time = SHARDS_AT_A_TIME
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self.greedy, self.sampled = urls[0], list(urls[1:]) or [urls[0]]
+        self.greedy, *sampled = (url.rstrip("/") for url in urls)
+        self.sampled = sampled or [self.greedy]
 
     def now(self) -> float:
         # The CPU time of this process says nothing about servers.

@@ -83,7 +83,22 @@ def served_as_plain_decoding(folder: Path) -> None:
             assert answer["meta_info"]["spec_verify_ct"] > 0
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    asked = ["--target", "t", "--work", "w", "--out", "o", "--held-out", "a=nowhere.jsonl"]
-    with pytest.raises(SystemExit, match=r"train_draft: .*nowhere.jsonl.*no such file"):
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--held-out", "a=nowhere.jsonl"], "--held-out: 'nowhere.jsonl'; there is no such file"),
+        (["--held-out", "nowhere.jsonl"], "--held-out: 'nowhere.jsonl'; NAME=FILE is required"),
+        (["--prompts", "nowhere.jsonl"], "--prompts: 'nowhere.jsonl'; there is no such file"),
+        (["--device", "gpu"], "--device: 'gpu'; "),
+        (["--device", "meta"], "--device: 'meta'; choose one of cpu, cuda"),
+        (["--steps", "0"], "--steps: 0; a positive number"),
+        # Its empty state in --work was that of "another target" for the right one.
+        ([], "--target: 'nowhere'; a folder with a chat model"),
+    ],
+)
+def test_mistakes_are_one_line(wrong: list[str], words: str, tmp_path: Path) -> None:
+    asked = ["--target", "nowhere", "--work", str(tmp_path / "w"), "--out", "o", *wrong]
+    with pytest.raises(SystemExit) as ended:
         train_draft.main(asked)
+    assert str(ended.value.code).startswith(f"train_draft: {words}")
+    assert not (tmp_path / "w").exists()
