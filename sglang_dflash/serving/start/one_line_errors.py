@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -31,6 +32,13 @@ def use_one_line() -> None:
             before(error_type, error, trace)
 
     sys.excepthook = show
+    # SGLang logs it while an error ends the launcher, in front of our line.
+    sglang_utils = logging.getLogger("sglang.srt.utils.common")
+    sglang_utils.addFilter(
+        lambda record: (
+            record.funcName != "kill_process_tree" or not isinstance(sys.exception(), ConfigError)
+        )
+    )
 
 
 @contextmanager

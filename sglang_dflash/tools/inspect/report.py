@@ -172,9 +172,10 @@ def _assumptions(serving: Serving) -> str:
     memory = f"{serving.kv_memory_gib or 0:g} GiB for both KV pools (--kv-memory-gib)"
     if serving.kv_memory_gib is None:
         gpus = "one GPU" if serving.tp_size == 1 else f"each of {serving.tp_size} GPUs"
+        card = ", an 80 GB card has about 79" if serving.memory_gib == Serving.memory_gib else ""
         memory = (
             f"{serving.memory_gib:g} GiB x {serving.mem_fraction:g} of {gpus} "
-            "(--memory-gib, --mem-fraction, --tp-size)"
+            f"(--memory-gib{card}; --mem-fraction, --tp-size)"
         )
     adaptive = f", adaptive width on {serving.target_attention} (--width, --attention-backend)"
     return (

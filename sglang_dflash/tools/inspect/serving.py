@@ -47,7 +47,9 @@ class Serving:
         type=human_readable_int,
     )
     tp_size: int = setting(1, "GPUs that the pair is split over (default: {default})")
-    memory_gib: float = setting(80.0, "memory of each GPU, GiB (default: {default})")
+    memory_gib: float = setting(
+        80.0, "memory of each GPU, GiB (default: {default}; a card of 80 GB has about 79)"
+    )
     mem_fraction: float = setting(0.9, "fraction of it for weights and KV (default: {default})")
     kv_memory_gib: float | None = setting(
         None, "memory for both KV pools, GiB (default: what weights and recurrent states leave)"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from sglang.srt.utils.common import kill_process_tree
 
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.serving.start.one_line_errors import ends_the_server, use_one_line
@@ -28,6 +30,22 @@ def test_our_errors_are_shown_in_one_line(
     first, *others = capsys.readouterr().err.splitlines()
     assert first == "sglang-dflash: a: 1; 2 is required"
     assert others[0].startswith("Traceback") and others[-1] == "ValueError: not ours"
+
+
+def test_sglang_logs_no_line_before_ours(caplog: pytest.LogCaptureFixture) -> None:
+    """Its launcher kills its children in a `finally`, which it logs."""
+    caplog.set_level(logging.INFO)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "excepthook", sys.__excepthook__)
+        use_one_line()
+    for error, lines in ((ConfigError("a"), 0), (ValueError("not ours"), 1)):
+        caplog.clear()
+        with pytest.raises(type(error)):
+            try:
+                raise error
+            finally:
+                kill_process_tree(os.getpid(), include_parent=False)
+        assert len(caplog.records) == lines
 
 
 def test_a_command_line_uses_it() -> None:

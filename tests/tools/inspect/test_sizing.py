@@ -42,6 +42,7 @@ def test_it_tells_how_many_long_requests_run_at_a_time(capsys: pytest.CaptureFix
         found = inspected(capsys, *pair, "--context", context)
         assert [found[name] for name in names] == counts and bound in found["at_context"]
         assert found["at_context"] in " ".join(as_table(found).split())
+        assert ("--sessions 8 tells what runs 8" in found["at_context"]) is (counts[0] < 8)
     of_units, of_tokens = (inspected(capsys, *pair, "--context", n) for n in ("20Ki", "20480"))
     assert of_units == of_tokens
     assert inspected(capsys, *pair)["at_context"] is None
