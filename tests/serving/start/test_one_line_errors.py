@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from sglang.srt.utils.common import kill_process_tree
 
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.serving.start.one_line_errors import ends_the_server, use_one_line
+
+NO_PROCESS = 2**31 - 1
 
 
 def test_our_errors_are_shown_in_one_line(
@@ -44,7 +45,7 @@ def test_sglang_logs_no_line_before_ours(caplog: pytest.LogCaptureFixture) -> No
             try:
                 raise error
             finally:
-                kill_process_tree(os.getpid(), include_parent=False)
+                kill_process_tree(NO_PROCESS, include_parent=False)
         assert len(caplog.records) == lines
 
 
