@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import shlex
+import signal
 import sys
 from typing import Any
 
@@ -37,7 +38,8 @@ class _Version(argparse.Action):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb. Returns the exit status: 1 if it fails, with the reason on stderr."""
+    """Run one verb. Returns the exit status: 1 if it fails, with the reason on stderr; 130 after
+    Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     parser, parsers = _make_parsers()
     if not argv:
@@ -63,6 +65,9 @@ def main(argv: list[str] | None = None) -> int:
         # The reader, such as `head`, has closed the pipe. Without this, Python would print an error
         # when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("sglang-dflash: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except ConfigError as error:
         names = flag_names(parsers[args.verb], argv) | {"server_flags": "flags after --"}
         print(f"sglang-dflash: {error.named(names)}", file=sys.stderr)

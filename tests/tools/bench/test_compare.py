@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -369,3 +370,14 @@ def test_results_that_cannot_be_written_are_refused_before_anything_runs(
     (tmp_path / "table.md").mkdir()
     code, out, err = bench(capsys, tmp_path, "--base-url", "a=http://127.0.0.1:9")
     assert code == 1 and not out and f"--out: '{tmp_path}/table.md'; it cannot be written" in err
+
+
+def test_ctrl_c_is_one_line(tmp_path: Path, capsys: Captured) -> None:
+    def interrupts(_: Any) -> list[str]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return ["word"]
+
+    with FakeServer("x", interrupts, [], sglang=True) as server:
+        code, out, err = bench(capsys, tmp_path, *urls(server), "--concurrency", "1")
+    assert code == 130 and not out and "Traceback" not in err
+    assert err.endswith("\nsglang-dflash: interrupted\n") and not list(tmp_path.iterdir())
