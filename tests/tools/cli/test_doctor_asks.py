@@ -1,4 +1,4 @@
-"""What `sglang-dflash doctor` asks a server with: flags, a key, a proxy."""
+"""Flags, key and proxy with which `sglang-dflash doctor` asks a server."""
 
 from __future__ import annotations
 
