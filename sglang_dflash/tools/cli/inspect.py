@@ -106,9 +106,9 @@ def run(args: argparse.Namespace) -> None:
         others = tuple(command.others) if command else ()
         pair = Pair(target, draft, options, serving, builtin, others)
         report["suggestions"] = suggest(pair, args.sessions)
-        requests = given(args, Serving).get("max_running_requests", 0)
-        if args.sessions is None and report["requests_at_context"] < requests:
-            report["at_context"] += f"; --sessions {requests} tells what runs {requests}"
+        running = given(args, Serving).get("max_running_requests", 0)
+        if args.sessions is None and report["requests_at_context"] < running:
+            report["at_context"] += f"; --sessions {running} tells what runs {running}"
     if exists(named) and exists(args.target):
         _check_as_sglang_reads_it(Path(args.target), Path(named), report["worker"])
     print(json.dumps(report) if args.json else as_table(report, sources=args.sources))
