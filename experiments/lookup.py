@@ -28,6 +28,7 @@ from torch import Tensor
 
 from experiments import recorded
 from sglang_dflash.common.command_line import setting
+from sglang_dflash.drafting import draft_source
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
@@ -129,7 +130,7 @@ def learn_source(width: int | None = None) -> Rule:
         tokens = torch.tensor([pad(at.continuation, count + 1)])
         outcome = Accepted(torch.tensor([right + 1]), tokens, drafts)
         by_source = DraftsBySource(torch.stack((drafts, looked_up)), classes, looks_up)
-        source.learn(by_source, outcome)
+        draft_source.learn_source(source, by_source, outcome)
         return proposal
 
     return rule

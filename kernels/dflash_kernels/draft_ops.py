@@ -22,7 +22,6 @@ from dflash_kernels.walk import walk
 from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
-from sglang_dflash.drafting.draft_source import DraftsBySource, DraftSource
 from sglang_dflash.drafting.kv import Tags
 from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
 from sglang_dflash.drafting.ops import TorchOps
@@ -38,6 +37,11 @@ class Rotation(NamedTuple):
 
 class TritonOps(TorchOps):
     """`TorchOps` in a launch or two each, for inference. Inputs are overwritten."""
+
+    write_context = staticmethod(write_context)
+    find_match = staticmethod(find_match)
+    choose_source = staticmethod(choose_source)
+    learn_source = staticmethod(learn_source)
 
     def context_table(
         self, requests: RequestSlots, reach: Reach, tags: Tags | None
@@ -99,18 +103,6 @@ class TritonOps(TorchOps):
         silu_mul(_rows(out), _rows(gate_up))
         return out
 
-    def write_context(
-        self,
-        cache: Tensor,
-        kv: Tensor,
-        entries: Tensor,
-        positions: Tensor,
-        k_weights: Tensor,
-        rotary: Rotary,
-        eps: float,
-    ) -> None:
-        write_context(cache, kv, entries, positions, k_weights, rotary, eps)
-
     def convolve(
         self, x: Tensor, base: Tensor, dynamic: Tensor, bias: Tensor | None = None
     ) -> Tensor:
@@ -157,21 +149,6 @@ class TritonOps(TorchOps):
         lengths, bonus = torch.empty(2, len(block), dtype=torch.int64, device=block.device)
         accept(lengths, bonus, block, target_tokens)
         return Accepted(lengths, target_tokens, bonus)
-
-    def find_match(
-        self, bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
-    ) -> tuple[Tensor, Tensor]:
-        return find_match(bonus, texts, requests, count)
-
-    def choose_source(
-        self, source: DraftSource, drafted: Tensor, lengths: Tensor, followed: Tensor, width: int
-    ) -> tuple[Tensor, DraftsBySource]:
-        return choose_source(source, drafted, lengths, followed, width)
-
-    def learn_source(
-        self, source: DraftSource, by_source: DraftsBySource, accepted: Accepted
-    ) -> None:
-        learn_source(source, by_source, accepted)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def choose_source_kernel(
 def choose_source(
     source: DraftSource, drafted: Tensor, lengths: Tensor, followed: Tensor, width: int
 ) -> tuple[Tensor, DraftsBySource]:
-    """See its twin, `DraftSource.choose`, whose arguments and results these are.
+    """See its twin in `drafting.draft_source`, whose arguments and results these are.
 
     Raises:
         ValueError: rows of `drafted` are not dense.
@@ -140,8 +140,8 @@ def learn_source_kernel(
 
 
 def learn_source(source: DraftSource, by_source: DraftsBySource, accepted: Accepted) -> None:
-    """See its twin, `DraftSource.learn`, whose arguments these are. Rows are dense, as `accept`
-    makes them."""
+    """See its twin in `drafting.draft_source`, whose arguments these are. Rows are dense, as
+    `accept` makes them."""
     tokens, classes, looks_up = by_source
     positions = source.totals.shape[-1]
     if not len(classes):

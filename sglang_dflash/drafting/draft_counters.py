@@ -79,7 +79,7 @@ class DraftCounters:
 
     @property
     def by_source(self) -> Tensor:
-        """Steps of a request and their accepted drafts, int64 `[2, 2]`, for `DraftSource.learn` to
+        """Steps of a request and their accepted drafts, int64 `[2, 2]`, for `learn_source` to
         add to: a row for the draft, and one for lookup."""
         first = DraftCounts._fields.index("drafted_steps")
         return self._totals[first : first + 4].view(2, 2)

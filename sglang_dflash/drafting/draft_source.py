@@ -55,9 +55,7 @@ class DraftsBySource(NamedTuple):
 
 
 class DraftSource:
-    """Chooses between the two sources by what was right before, over all requests.
-
-    All of it is computed on the device.
+    """Counts of how often either source was right, over all requests. All are on the device.
 
     Attributes:
         totals: float32 `[2, 2, M + 1, B - 1]`, how often a draft was reached, and right: by source,
@@ -80,29 +78,6 @@ class DraftSource:
         self.vocab_size, self.counts = vocab_size, counters.by_source
         self._classes = torch.arange(CLASSES, device=device)
         self._positions = torch.arange(verify_block - 1, device=device)
-
-    def choose(
-        self, drafted: Tensor, lengths: Tensor, followed: Tensor, width: int
-    ) -> tuple[Tensor, DraftsBySource]:
-        """Return the block that a step verifies, int64 `[R, W]`, and the drafts that it was chosen
-        from. Positions after a draft's last token have a token that is rarely accepted.
-
-        Args:
-            drafted: int64 `[R, ...]`, the bonus tokens and the draft's.
-            lengths, followed: see `text_match.find_match`; `followed` has W - 1 tokens or more.
-            width: W, at least 2.
-        """
-        drafts = drafted[:, 1:width]
-        drafts = F.pad(drafts, (0, width - 1 - drafts.shape[1]))
-        followed = followed[:, : width - 1]
-        # Ids of images are none of the vocabulary.
-        is_token = (followed >= 0) & (followed < self.vocab_size)
-        looked_up = followed.where(is_token, drafts)
-        classes = self.classes(lengths, drafts, looked_up)
-        looks_up = self.prefers_lookup(classes, width - 1)
-        chosen = looked_up.where(looks_up[:, None], drafts)
-        by_source = DraftsBySource(torch.stack((drafts, looked_up)), classes, looks_up)
-        return torch.cat((drafted[:, :1], chosen), 1), by_source
 
     def classes(self, lengths: Tensor, drafts: Tensor, looked_up: Tensor) -> Tensor:
         """The class of each request's match, int64 `[R]`, 0 for none.
@@ -128,21 +103,46 @@ class DraftSource:
         draft, lookup = self.expected(drafts)
         return (lookup > draft)[classes] & (classes > 0)
 
-    def learn(self, by_source: DraftsBySource, accepted: Accepted) -> None:
-        """Take in which drafts were the target's tokens, whichever of them the step verified."""
-        tokens, classes, looks_up = by_source
-        drafts = tokens.shape[2]
-        is_reached = self._positions[:drafts] < accepted.lengths[:, None]
-        right = (tokens == accepted.tokens[:, :drafts]).cumprod(-1)
-        # A draft was right or wrong where all before it were right.
-        reached = F.pad(right, (1, 0), value=1)[..., :-1]
-        observed = torch.stack((reached, right)) * is_reached
-        of_class = F.pad(classes == self._classes[:, None], (0, 0, 0, 1), value=True)  # [M + 1, R]
-        new = of_class.float() @ observed.float()
-        decay = torch.where(new[0] > 0, DECAY, 1.0)
-        self.totals[..., :drafts].mul_(decay).add_(new)
-        taken = torch.stack((torch.ones_like(accepted.lengths), accepted.lengths - 1), 1)
-        self.counts.index_add_(0, looks_up.long(), taken)
+
+def choose_source(
+    source: DraftSource, drafted: Tensor, lengths: Tensor, followed: Tensor, width: int
+) -> tuple[Tensor, DraftsBySource]:
+    """Return the block that a step verifies, int64 `[R, W]`, and the drafts that it was chosen
+    from. Positions after a draft's last token have a token that is rarely accepted.
+
+    Args:
+        drafted: int64 `[R, ...]`, the bonus tokens and the draft's.
+        lengths, followed: see `text_match.find_match`; `followed` has W - 1 tokens or more.
+        width: W, at least 2.
+    """
+    drafts = drafted[:, 1:width]
+    drafts = F.pad(drafts, (0, width - 1 - drafts.shape[1]))
+    followed = followed[:, : width - 1]
+    # Ids of images are none of the vocabulary.
+    is_token = (followed >= 0) & (followed < source.vocab_size)
+    looked_up = followed.where(is_token, drafts)
+    classes = source.classes(lengths, drafts, looked_up)
+    looks_up = source.prefers_lookup(classes, width - 1)
+    chosen = looked_up.where(looks_up[:, None], drafts)
+    by_source = DraftsBySource(torch.stack((drafts, looked_up)), classes, looks_up)
+    return torch.cat((drafted[:, :1], chosen), 1), by_source
+
+
+def learn_source(source: DraftSource, by_source: DraftsBySource, accepted: Accepted) -> None:
+    """Take in which drafts were the target's tokens, whichever of them the step verified."""
+    tokens, classes, looks_up = by_source
+    drafts = tokens.shape[2]
+    is_reached = source._positions[:drafts] < accepted.lengths[:, None]
+    right = (tokens == accepted.tokens[:, :drafts]).cumprod(-1)
+    # A draft was right or wrong where all before it were right.
+    reached = F.pad(right, (1, 0), value=1)[..., :-1]
+    observed = torch.stack((reached, right)) * is_reached
+    of_class = F.pad(classes == source._classes[:, None], (0, 0, 0, 1), value=True)  # [M + 1, R]
+    new = of_class.float() @ observed.float()
+    decay = torch.where(new[0] > 0, DECAY, 1.0)
+    source.totals[..., :drafts].mul_(decay).add_(new)
+    taken = torch.stack((torch.ones_like(accepted.lengths), accepted.lengths - 1), 1)
+    source.counts.index_add_(0, looks_up.long(), taken)
 
 
 def _class_of_length() -> Tensor:

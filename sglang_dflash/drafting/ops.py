@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import Reach
-from sglang_dflash.drafting import acceptance
-from sglang_dflash.drafting.acceptance import Accepted
+from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots, fill_context_table
-from sglang_dflash.drafting.draft_source import DraftsBySource, DraftSource
+from sglang_dflash.drafting.draft_source import choose_source, learn_source
 from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
 from sglang_dflash.drafting.rope import Rotary, rotate
@@ -35,6 +34,11 @@ class TorchOps:
 
     A subclass may overwrite floating-point inputs unless stated otherwise.
     """
+
+    accept = staticmethod(accept)
+    find_match = staticmethod(find_match)
+    choose_source = staticmethod(choose_source)
+    learn_source = staticmethod(learn_source)
 
     def context_table(
         self, requests: RequestSlots, reach: Reach, tags: Tags | None
@@ -225,28 +229,6 @@ class TorchOps:
         scores = noise.scores(of_requests, ids, scale=scale).flatten(0, 1)
         best, index = torch.stack((logits.float(), scores)).max(-1)
         return best, index + first_id
-
-    def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
-        """`acceptance.accept`."""
-        return acceptance.accept(block, target_tokens)
-
-    def find_match(
-        self, bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """`text_match.find_match`."""
-        return find_match(bonus, texts, requests, count)
-
-    def choose_source(
-        self, source: DraftSource, drafted: Tensor, lengths: Tensor, followed: Tensor, width: int
-    ) -> tuple[Tensor, DraftsBySource]:
-        """`DraftSource.choose`."""
-        return source.choose(drafted, lengths, followed, width)
-
-    def learn_source(
-        self, source: DraftSource, by_source: DraftsBySource, accepted: Accepted
-    ) -> None:
-        """`DraftSource.learn`."""
-        source.learn(by_source, accepted)
 
 
 def candidate_scores(

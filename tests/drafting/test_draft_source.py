@@ -17,6 +17,7 @@ from sglang_dflash.drafting.draft_source import (
     LOOKUP,
     DraftsBySource,
     DraftSource,
+    learn_source,
 )
 from sglang_dflash.drafting.text_match import LONGEST_MATCH
 
@@ -38,7 +39,7 @@ def fresh() -> DraftSource:
 def learn(source: DraftSource, classes: Tensor, tokens: Tensor, accepted: Accepted) -> None:
     """Let it take in a step with these drafts of both sources."""
     looks_up = torch.zeros_like(classes, dtype=torch.bool)
-    source.learn(DraftsBySource(tokens, classes, looks_up), accepted)
+    learn_source(source, DraftsBySource(tokens, classes, looks_up), accepted)
 
 
 def poor_draft() -> DraftSource:
