@@ -18,8 +18,8 @@ source = HookSource("rival", "rival")
 HookRegistry.register(target, lambda *_: None, HookType.REPLACE, source=source)
 HookRegistry.apply_hooks()
 worker = SimpleNamespace(model_runner=SimpleNamespace(model=None))
-choose_worker.LateChoice(None, None)(
-    server_args=None, gpu_id=0, nccl_port=0, target_worker=worker
+choose_worker.choose_late(
+    None, None, server_args=None, gpu_id=0, nccl_port=0, target_worker=worker
 )
 """
 

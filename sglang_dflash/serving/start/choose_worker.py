@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -34,55 +33,57 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     """Around SGLang's choice of the speculative worker's class, in the scheduler process."""
     if not algorithm.is_dflash():
         return original(algorithm, server_args)
+    builtin = functools.partial(original, algorithm, server_args)
     if flags.ServerFlags.of(server_args).worker == "builtin":
         logger.info("SGLang's built-in worker, as requested by %s", BUILTIN_FLAG)
-        return builtin_worker(original(algorithm, server_args), BUILTIN_FLAG)
+        return builtin_worker(builtin(), BUILTIN_FLAG)
     settings = resolving_view(server_args)
     folder = local_folder(settings)
-    choice = LateChoice(
-        builtin=functools.partial(original, algorithm, server_args),
-        load_draft=functools.partial(load_model, folder, dummy=dummy_weights(settings)),
-    )
     reason = unserved(server_args, settings, folder)
-    return choice if reason is None else choice.fall_back(reason)
+    if reason is not None:
+        return fall_back(builtin, reason)
+    load_draft = functools.partial(load_model, folder, dummy=dummy_weights(settings))
+    return functools.partial(choose_late, builtin, load_draft)
 
 
-@dataclass(frozen=True)
-class LateChoice:
-    """Stands for the worker's class: SGLang calls it when all plugins have run and the target is
-    loaded. Only then can the target's lm_head be examined.
+def choose_late(
+    builtin: Callable[[], type],
+    load_draft: Callable[..., DraftModel],
+    *,
+    server_args: Any,
+    gpu_id: int,
+    nccl_port: int,
+    target_worker: Any,
+) -> Any:
+    """Build our worker, or SGLang's. SGLang calls it as the worker's class, when all plugins have
+    run and the target is loaded: only then can the target's lm_head be examined.
 
-    Attributes:
+    Args:
         builtin: imports SGLang's worker and returns its class.
         load_draft: see `DFlashSpecWorker`.
     """
+    # The launching process, which checks the pair, does not need these modules.
+    from sglang_dflash.serving.start.build import DFlashSpecWorker
+    from sglang_dflash.serving.start.target_head import unserved_target
 
-    builtin: Callable[[], type]
-    load_draft: Callable[..., DraftModel]
+    verify(PATCHES)
+    reason = unserved_target(target_worker.model_runner.model)
+    if reason is None:
+        return DFlashSpecWorker(server_args, target_worker, load_draft)
+    return fall_back(builtin, reason)(
+        server_args=server_args,
+        gpu_id=gpu_id,
+        nccl_port=nccl_port,
+        target_worker=target_worker,
+    )
 
-    def __call__(self, *, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> Any:
-        """Build our worker, or SGLang's."""
-        # The launching process, which checks the pair, does not need these modules.
-        from sglang_dflash.serving.start.build import DFlashSpecWorker
-        from sglang_dflash.serving.start.target_head import unserved_target
 
-        verify(PATCHES)
-        reason = unserved_target(target_worker.model_runner.model)
-        if reason is None:
-            return DFlashSpecWorker(server_args, target_worker, self.load_draft)
-        return self.fall_back(reason)(
-            server_args=server_args,
-            gpu_id=gpu_id,
-            nccl_port=nccl_port,
-            target_worker=target_worker,
-        )
-
-    def fall_back(self, reason: str) -> type:
-        """Return the class of SGLang's worker, and log why it serves."""
-        logger.warning(
-            "SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason
-        )
-        return builtin_worker(self.builtin(), reason)
+def fall_back(builtin: Callable[[], type], reason: str) -> type:
+    """Return the class of SGLang's worker, and log why it serves."""
+    logger.warning(
+        "SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason
+    )
+    return builtin_worker(builtin(), reason)
 
 
 def builtin_worker(theirs: type, reason: str) -> type:

@@ -66,7 +66,8 @@ def test_a_draft_in_the_layout_of_speculators_is_served(resolve: Any, tmp_path: 
     rows = load_file(file)["model.embed_tokens.weight"]
     rewrite_in_that_layout(draft, rows, 2 * torch.arange(512))
     worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve(server_flags(draft=draft)))
-    assert worker.load_draft.args == (str(draft),)
+    _, load_draft = worker.args
+    assert load_draft.args == (str(draft),)
 
 
 DRAFT_BACKEND = "--speculative-draft-attention-backend"
@@ -152,7 +153,8 @@ def test_a_draft_of_the_hub_is_fetched_to_the_download_dir(
     settings = Arrived(resolving_view(given), asked)
     monkeypatch.setattr(choose_worker, "resolving_view", lambda _: settings)
     worker = SpeculativeAlgorithm.DFLASH.create_worker(given)
-    assert worker.load_draft.args == (str(PAIR.draft),)
+    _, load_draft = worker.args
+    assert load_draft.args == (str(PAIR.draft),)
     assert fetched == [("z-lab/a-draft", False, None), ("z-lab/a-draft", True, "/models")]
 
 
