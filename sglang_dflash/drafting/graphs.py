@@ -252,18 +252,18 @@ class _Buffers:
             bucket: requests of the recording, at least those of the step.
         """
         inputs = [
-            _Input(self.bonus, bonus),
-            _Input(self.rows, requests.rows),
-            _Input(self.seq_lens, requests.seq_lens),
+            (self.bonus, bonus),
+            (self.rows, requests.rows),
+            (self.seq_lens, requests.seq_lens),
         ]
         padding = slice(len(bonus), bucket)
         # In most steps there is none.
-        zeroed = [each.buffer[padding] for each in inputs] if len(bonus) < bucket else []
+        zeroed = [buffer[padding] for buffer, _ in inputs] if len(bonus) < bucket else []
         # One recording serves all batches: a request with temperature 0 has no noise.
         if noise is None:
             zeroed.append(self.temperatures[:bucket])
         else:
-            inputs.append(_Input(self.seeds, noise.seeds))
+            inputs.append((self.seeds, noise.seeds))
             self.temperatures[: len(bonus)].copy_(noise.temperatures)
             zeroed += [self.temperatures[padding]] if zeroed else []
         _copy(inputs)
@@ -278,7 +278,7 @@ class _Buffers:
         Args:
             bucket: tokens of the recording, at least those of the commit.
         """
-        _copy([_Input(self.positions, positions), _Input(self.slots, slots)])
+        _copy([(self.positions, positions), (self.slots, slots)])
         self.hidden[: len(slots)].copy_(hidden)
         self.committed[: len(slots)].copy_(committed)
         if len(slots) < bucket:
@@ -286,18 +286,11 @@ class _Buffers:
             self.slots[len(slots) : bucket].fill_(PADDING_SLOT)
 
 
-class _Input(NamedTuple):
-    """A buffer that recordings read, and the values of its first rows in the step to come."""
-
-    buffer: Tensor
-    values: Tensor
-
-
-def _copy(inputs: Sequence[_Input]) -> None:
-    """Write values to their buffers, together: the launches of a step cost the host more than the
-    copies."""
-    buffers = [each.buffer[: len(each.values)] for each in inputs]
-    torch._foreach_copy_(buffers, [each.values for each in inputs])
+def _copy(inputs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write values to the first rows of buffers, given in pairs, together: the launches of a step
+    cost the host more than the copies."""
+    buffers = [buffer[: len(values)] for buffer, values in inputs]
+    torch._foreach_copy_(buffers, [values for _, values in inputs])
 
 
 def _next(sizes: Sequence[int], size: int) -> int | None:

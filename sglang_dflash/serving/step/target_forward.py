@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,14 +79,6 @@ class TargetForward:
         )
 
 
-class _AtWidth(NamedTuple):
-    """The attention backend and CUDA graphs of the target's runner at one width: `graphs` is None
-    without CUDA graphs."""
-
-    attention: Any
-    graphs: Any
-
-
 class TargetForwardByWidth(TargetForward):
     """An attention backend and captured graphs for each width.
 
@@ -109,36 +101,29 @@ class TargetForwardByWidth(TargetForward):
     def _make(self) -> None:
         # The memory of those before is needed for these. If they cannot be made, there are none,
         # and the next step tries again.
-        self._narrow: dict[int, _AtWidth] = {}
+        self._narrow: dict[int, tuple[Any, Any]] = {}
         self._narrow = {
             width: _make_at(width, self._runner, self._verify_block) for width in self._widths
         }
         # Not kept alive: SGLang frees them before it captures others.
-        self._block_graphs = _reference(self._runner.decode_cuda_graph_runner)
+        graphs = self._runner.decode_cuda_graph_runner
+        self._block_graphs: Any = (lambda: None) if graphs is None else weakref.ref(graphs)
 
     def is_plain_decoding(self, width: int) -> bool:
         return False
 
-    def at(self, width: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def at(self, width: int) -> Iterator[None]:
         if self._runner.decode_cuda_graph_runner is not self._block_graphs():
             # Captured again: the target has new weights, whose memory may be elsewhere.
             self._make()
-        if width == self._verify_block:
-            return nullcontext()
-        # A width without an entry must not run with the block's backend.
-        return self._using(self._narrow[width])
-
-    @contextmanager
-    def _using(self, narrow: _AtWidth) -> Iterator[None]:
         runner = self._runner
         with restored(runner, "attn_backend", "decode_cuda_graph_runner"):
-            runner.attn_backend, runner.decode_cuda_graph_runner = narrow
+            if width != self._verify_block:
+                # A width without an entry must not run with the block's backend.
+                narrow = self._narrow[width]
+                runner.attn_backend, runner.decode_cuda_graph_runner = narrow
             yield
-
-
-def _reference(graphs: Any) -> Callable[[], Any]:
-    """Return a weak reference to the graphs; one that returns None if there are none."""
-    return (lambda: None) if graphs is None else weakref.ref(graphs)
 
 
 def target_forward(
@@ -150,8 +135,9 @@ def target_forward(
     return TargetForwardByWidth(target_worker, widths)
 
 
-def _make_at(width: int, runner: Any, verify_block: int) -> _AtWidth:
-    """Made as by SGLang for its own adaptive speculation (eagle_worker_v2.py)."""
+def _make_at(width: int, runner: Any, verify_block: int) -> tuple[Any, Any]:
+    """The attention backend of that width, and its CUDA graphs, None without any. Made as by SGLang
+    for its own adaptive speculation (eagle_worker_v2.py)."""
     began, graphs = time.perf_counter(), runner.decode_cuda_graph_runner
     # Backends and graphs read the width while they are made.
     with at_width(width):
@@ -171,7 +157,7 @@ def _make_at(width: int, runner: Any, verify_block: int) -> _AtWidth:
         "no CUDA graphs" if graphs is None else f"{len(graphs.capture_bs)} CUDA graphs",
         time.perf_counter() - began,
     )
-    return _AtWidth(attention, graphs)
+    return attention, graphs
 
 
 def extend_index_buffers(attention: Any, verify_block: int) -> None:
