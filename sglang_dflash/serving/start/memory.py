@@ -65,7 +65,6 @@ class DraftReservation:
         draft_kv: requests with rings -> the K/V sizes of each group of draft layers.
         carried: requests that recurrent states let run, which have rings; --max-running-requests
             before the sizing.
-        replay: whether recurrent layers roll back by replay, so that no snapshots are kept.
         needed: the drafter's memory beside weights and K/V.
         recorded: whether the drafter's steps are recorded as CUDA graphs.
         charge: memory that draft K/V takes beside the pool; None before the sizing.
@@ -73,7 +72,6 @@ class DraftReservation:
 
     draft_kv: Callable[[int], tuple[GroupKVSize, ...]]
     carried: int
-    replay: bool
     needed: DraftMemory = field(default_factory=DraftMemory)
     recorded: bool = False
     charge: Charge | None = None
@@ -103,7 +101,6 @@ def draft_reservation(plan: Plan, model_config: Any) -> DraftReservation:
     return DraftReservation(
         draft_kv=plan.draft_kv,
         carried=plan.max_running,
-        replay=plan.rollback is not None and plan.rollback.name == "replay",
         needed=needed,
         recorded=recorded,
     )
@@ -256,19 +253,12 @@ def table_headroom(original: Any) -> int:
     return max(original(), get_alloc_reserve_per_decode() + get_alloc_page_size())
 
 
-# -- the pool of recurrent states ------------------------------------------------------------------
-
-
-def _replays(configurator: Any) -> bool:
-    reservation = reservation_of(configurator)
-    return reservation is not None and reservation.replay
+# -- the pool of recurrent states, if replay serves ------------------------------------------------
 
 
 def build_state_pool(original: Any, configurator: Any, **kwargs: Any) -> Any:
     """Around `KVCacheConfigurator._build_hybrid_req_pool`, and that of a decode server: with
-    `ReplayPool` if replay serves."""
-    if not _replays(configurator):
-        return original(configurator, **kwargs)
+    `ReplayPool`."""
     with restored(HybridReqToTokenPool, "mamba_pool_cls"):
         HybridReqToTokenPool.mamba_pool_cls = ReplayPool
         return original(configurator, **kwargs)
@@ -278,12 +268,9 @@ def size_state_pool(original: Any, configurator: Any, total_rest_gb: float) -> f
     """Around `KVCacheConfigurator._handle_max_mamba_cache`: reserve what replay keeps of a verify
     forward, and no snapshots; choose the number of states where no flag does. Without a speculative
     algorithm SGLang reserves no snapshots."""
-    reservation = reservation_of(configurator)
-    if reservation is None or not reservation.replay:
-        return original(configurator, total_rest_gb)
     total_rest_gb -= _replay_bytes(configurator) / 2**30
     if _splits_by_default(configurator):
-        _choose_states(configurator, reservation, int(total_rest_gb * 2**30))
+        _choose_states(configurator, int(total_rest_gb * 2**30))
     with restored(configurator, "spec_algorithm"):
         configurator.spec_algorithm = SpeculativeAlgorithm.NONE
         return original(configurator, total_rest_gb)
@@ -304,13 +291,14 @@ def _splits_by_default(configurator: Any) -> bool:
     )
 
 
-def _choose_states(configurator: Any, reservation: DraftReservation, pool_bytes: int) -> None:
+def _choose_states(configurator: Any, pool_bytes: int) -> None:
     """Set --max-mamba-cache-size to the default with replay. One log line.
 
     Args:
         pool_bytes: for states, the K/V of target and draft, and draft steps.
     """
     schedule = get_schedule()
+    reservation: DraftReservation = configurator.spec_aux_config.reservation
     _charge_draft(configurator, reservation, per_token=0)
     demand = StateDemand.of(
         reservation.draft_kv(reservation.carried),

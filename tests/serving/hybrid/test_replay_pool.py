@@ -22,20 +22,11 @@ from sglang_dflash.serving.draft_weights import updates
 from sglang_dflash.serving.hybrid import replay_pool
 from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay, ReplayOps, Rollback
 from sglang_dflash.serving.start import memory
-from sglang_dflash.serving.start.memory import DraftReservation
 from tests.patches.originals import original
 from tests.serving.fake_cuda import FakeCuda
 from tests.serving.recurrent_target import gdn_layer, recorded_runner
 
-REPLAY, SNAPSHOT = (DraftReservation(lambda _: (), 4, replay=replay) for replay in (True, False))
-
-
-def configurator(reservation: DraftReservation | None) -> Any:
-    return SimpleNamespace(
-        is_draft_worker=False,
-        spec_aux_config=SimpleNamespace(reservation=reservation),
-        spec_algorithm=SpeculativeAlgorithm.DFLASH,
-    )
+DFLASH = SpeculativeAlgorithm.DFLASH
 
 
 def test_sizing_reserves_no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,26 +39,22 @@ def test_sizing_reserves_no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append((of.spec_algorithm, rest_gb))
         return rest_gb
 
-    for reservation in (REPLAY, SNAPSHOT, None):
-        of = configurator(reservation)
-        memory.size_state_pool(handle, of, 4.0)
-        assert of.spec_algorithm is SpeculativeAlgorithm.DFLASH
-    none, dflash = SpeculativeAlgorithm.NONE, SpeculativeAlgorithm.DFLASH
-    assert found == [(none, 3.5), (dflash, 4.0), (dflash, 4.0)]
-    of = configurator(REPLAY)
+    of = SimpleNamespace(spec_algorithm=DFLASH)
+    memory.size_state_pool(handle, of, 4.0)
+    assert of.spec_algorithm is DFLASH
+    assert found == [(SpeculativeAlgorithm.NONE, 3.5)]
     with pytest.raises(ZeroDivisionError):
         memory.size_state_pool(lambda *_: 1 / 0, of, 4.0)
-    assert of.spec_algorithm is dflash
+    assert of.spec_algorithm is DFLASH
 
 
 def test_the_pool_has_no_snapshots() -> None:
     def build(_configurator: Any, **_: Any) -> type:
         return HybridReqToTokenPool.mamba_pool_cls
 
-    assert memory.build_state_pool(build, configurator(REPLAY)) is replay_pool.ReplayPool
-    assert memory.build_state_pool(build, configurator(SNAPSHOT)) is MambaPool
+    assert memory.build_state_pool(build, None) is replay_pool.ReplayPool
     with pytest.raises(ZeroDivisionError):
-        memory.build_state_pool(lambda *_, **__: 1 / 0, configurator(REPLAY))
+        memory.build_state_pool(lambda *_, **__: 1 / 0, None)
     assert HybridReqToTokenPool.mamba_pool_cls is MambaPool
 
 

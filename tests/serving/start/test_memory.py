@@ -56,7 +56,7 @@ def runner_with(reservation: DraftReservation | None, is_draft_worker: bool = Fa
 
 def reserving(*groups: GroupKVSize, needed: DraftMemory = NOTHING) -> DraftReservation:
     """A reservation whose rings do not depend on the requests."""
-    return DraftReservation(lambda _: groups, RUNNING, replay=False, needed=needed)
+    return DraftReservation(lambda _: groups, RUNNING, needed=needed)
 
 
 def sglang_sizing(configurator: Any, budget_bytes: int) -> Any:
@@ -261,7 +261,7 @@ def test_a_ring_is_for_the_requests_that_states_let_run(monkeypatch: pytest.Monk
         asked.append(carried)
         return (RING._replace(ring=100 * carried),)
 
-    runner = runner_with(DraftReservation(draft_kv, RUNNING, replay=True))
+    runner = runner_with(DraftReservation(draft_kv, RUNNING))
     configurator = runner.kv_cache_configurator
     params = SimpleNamespace(mamba_cache_per_req=1000)
     configurator.mambaish_config = SimpleNamespace(mamba2_cache_params=params)

@@ -47,6 +47,9 @@ class Sized(theirs.KVCacheConfigurator):
 
     def _handle_max_mamba_cache(self, total_rest_memory: float) -> float:
         sized = original(f"{SIZING}._handle_max_mamba_cache")
+        if memory.reservation_of(self) is None:
+            # The patch is not installed then.
+            return sized(self, total_rest_memory)
         return memory.size_state_pool(sized, self, total_rest_memory)
 
     def config_from_budget(self, budget_bytes: int, **others: Any) -> Any:
