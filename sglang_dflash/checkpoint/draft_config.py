@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any
 
 from sglang_dflash.checkpoint.draft_keys import check_code, check_keys, flat, unknown_keys
 from sglang_dflash.checkpoint.draft_rope import RopeConfig, read_rope
@@ -13,19 +13,11 @@ from sglang_dflash.checkpoint.fields import MOST_WIDTH, Fields, read_json_object
 from sglang_dflash.checkpoint.heads import read_head
 from sglang_dflash.checkpoint.heads.head import PLAIN_HEAD, HeadConfig
 from sglang_dflash.checkpoint.quantization import Quantization, read_quantization, with_quantization
+from sglang_dflash.checkpoint.target_config import kv_heads_of_rank, share_of_rank
 from sglang_dflash.checkpoint.target_layers import read_target_layer_ids
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft
 
 _FILE = "the draft's config.json"
-
-
-class Length(Protocol):
-    """An int, or a tensor of ints: this module loads without torch."""
-
-    def __sub__(self, other: int, /) -> Self: ...
-
-
-T = TypeVar("T", bound=Length)
 
 
 @dataclass(frozen=True)
@@ -44,9 +36,9 @@ class Reach:
     def is_bounded(self) -> bool:
         return self.tokens is not None
 
-    def tail(self, length: T) -> T:
-        """Return the position at which the last `tokens` of a request of `length` tokens begin;
-        below 0 if it has fewer. Of a bounded reach only."""
+    def tail(self, length: Any) -> Any:
+        """Return the position at which the last `tokens` of a request of `length` tokens begin, an
+        int, or a tensor of them; below 0 if it has fewer. Of a bounded reach only."""
         if self.tokens is None:
             raise ValueError("tokens: None; a reach without a window has no tail")
         return length - self.tokens
@@ -234,6 +226,15 @@ class DraftConfig:
                 tuple(replace(self.layers[i], reach=group_reach) for i in members),
             )
             for group_reach, members in numbers.items()
+        )
+
+    def of_rank(self, ranks: int) -> DraftConfig:
+        """A rank's part. Raises ConfigError if the ranks do not divide it."""
+        heads = share_of_rank("draft's num_attention_heads", self.num_attention_heads, ranks)
+        kv_heads = kv_heads_of_rank("draft", self.num_key_value_heads, ranks)
+        inner = share_of_rank("draft's intermediate_size", self.intermediate_size, ranks)
+        return replace(
+            self, num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=inner
         )
 
     @property

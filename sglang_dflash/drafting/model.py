@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.target_config import share_of_rank
 from sglang_dflash.drafting.heads import head_module
 from sglang_dflash.drafting.heads.head import Around, DraftHead, TargetHead
 from sglang_dflash.drafting.ops import TorchOps, norm_rope_context
@@ -40,13 +41,12 @@ class DraftLayer(nn.Module):
     """One pre-norm transformer layer with per-head RMSNorm on q and k, and a SwiGLU MLP."""
 
     def __init__(self, config: DraftConfig, tp: TensorParallel, ops: TorchOps) -> None:
+        """`config`: this rank's part."""
         super().__init__()
         self.tp, self.ops, self.eps = tp, ops, config.rms_norm_eps
         self.head_dim = config.head_dim
-        self.heads = tp.shard_size("num_attention_heads", config.num_attention_heads)
-        self.kv_heads = tp.kv_heads(config.num_key_value_heads)
-        inner = tp.shard_size("intermediate_size", config.intermediate_size)
-        width = config.hidden_size
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        width, inner = config.hidden_size, config.intermediate_size
         self.input_layernorm = nn.RMSNorm(width, eps=self.eps)
         self.qkv_proj = nn.Linear(
             width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.attention_bias
@@ -116,15 +116,18 @@ class DraftModel(nn.Module):
         self.ops: TorchOps = ops or TorchOps()
         self.fc = nn.Linear(config.target_hidden_width, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        part = config.of_rank(self.tp.size)
         self.layers = nn.ModuleList(
-            DraftLayer(config, self.tp, self.ops) for _ in range(config.num_hidden_layers)
+            DraftLayer(part, self.tp, self.ops) for _ in range(config.num_hidden_layers)
         )
+        # Of one token's K/V on this rank, `(L, 2, G, D)`.
+        self.kv_shape = part.kv_shape
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
         rows = config.draft_vocab_size
         self.lm_head = None
         if rows is not None:
-            rows = self.tp.shard_size("draft_vocab_size", rows)
+            rows = share_of_rank("draft's draft_vocab_size", rows, self.tp.size)
             self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         self.head = head_module(config, self.tp, self.ops)
         # Not of a state dict: a checkpoint has integers that give it.
@@ -143,11 +146,6 @@ class DraftModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
-
-    @property
-    def kv_shape(self) -> tuple[int, int, int, int]:
-        """Shape of one token's K/V on this rank: `(L, 2, G, D)`."""
-        return (len(self.layers), 2, self._each_layer()[0].kv_heads, self.config.head_dim)
 
     def context_features(self, target_hidden: Tensor) -> Tensor:
         """Return the features from which all layers project the context's K and V.
@@ -198,14 +196,11 @@ class DraftModel(nn.Module):
     def write_context(
         self, kv: Tensor, layers: slice, positions: Tensor, cache: Tensor, entries: Tensor
     ) -> None:
-        """Store `context_kv` of N tokens in entries of a draft KV cache.
+        """Store `context_kv` of N tokens in entries of a draft KV cache, see
+        `TorchOps.write_context`.
 
         Args:
-            kv: `[N, l, 2, G, D]`, from `project_context`.
-            layers: which l layers they are.
-            positions: int64 `[N]`.
-            cache: `[S, l, 2, G, D]`.
-            entries: int64 `[N]`, from `DraftKVCache.place`.
+            layers: the l layers that `kv` `[N, l, 2, G, D]` and `cache` `[S, l, 2, G, D]` are of.
         """
         self.ops.write_context(
             cache,

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sglang_dflash.checkpoint.target_config import kv_heads_of_rank, share_of_rank
 from sglang_dflash.common.errors import ConfigError
-
-
-def _identity(x: Any) -> Any:
-    return x
-
-
-def _single_rank(x: Tensor) -> Tensor:
-    return x[None]
 
 
 @dataclass(frozen=True)
@@ -34,22 +24,13 @@ class TensorParallel:
 
     rank: int = 0
     size: int = 1
-    all_reduce: Callable[[Tensor], Tensor] = _identity
-    all_gather: Callable[[Tensor], Tensor] = _single_rank
-    from_first: Callable[[int], int] = _identity
+    all_reduce: Callable[[Tensor], Tensor] = lambda x: x
+    all_gather: Callable[[Tensor], Tensor] = lambda x: x[None]
+    from_first: Callable[[int], int] = lambda number: number
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ConfigError("tp_size", self.size, "a positive number of ranks is required")
-
-    def shard_size(self, name: str, total: int) -> int:
-        """Heads or columns per rank, of `total`. Raises ConfigError if it does not divide."""
-        return share_of_rank(f"draft's {name}", total, self.size)
-
-    def kv_heads(self, total: int) -> int:
-        """Heads per rank, like `shard_size`, but 1 with more ranks than heads: heads then have
-        replicas."""
-        return kv_heads_of_rank("draft", total, self.size)
 
 
 def argmax_of_shards(logits: Tensor, first_id: int, tp: TensorParallel) -> Tensor:

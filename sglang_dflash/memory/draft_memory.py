@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.capabilities import AttentionLoad, Capabilities
 from sglang_dflash.drafting.options import ResolvedOptions
-from sglang_dflash.memory.sizes import GroupKVSize, draft_of_rank
+from sglang_dflash.memory.sizes import GroupKVSize
 
 # What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
 GRAPH_BYTES_PER_REQUEST = 2 << 20
@@ -142,7 +142,7 @@ def draft_memory(config: DraftConfig, steps: StepSizes) -> DraftMemory:
     Args:
         config: of the whole draft.
     """
-    part, requests = draft_of_rank(config, steps.ranks), steps.max_running
+    part, requests = config.of_rank(steps.ranks), steps.max_running
     options, itemsize, paged = steps.options, steps.itemsize, steps.attention.scratch
     block, verified = options.draft_block, options.verify_block
     hidden = config.target_hidden_width * itemsize

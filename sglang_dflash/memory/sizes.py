@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.latent import SCALE_BYTES, SCALED, Latent
-from sglang_dflash.checkpoint.target_config import (
-    RecurrentShape,
-    TargetGeometry,
-    kv_heads_of_rank,
-    share_of_rank,
-)
+from sglang_dflash.checkpoint.target_config import RecurrentShape, TargetGeometry
 from sglang_dflash.checkpoint.tensors import expected_tensors
 from sglang_dflash.drafting.options import ResolvedOptions
 
@@ -98,21 +92,6 @@ def draft_kv_charge(groups: Sequence[GroupKVSize], fits: Callable[[Charge], int]
     return charge
 
 
-def draft_of_rank(config: DraftConfig, ranks: int) -> DraftConfig:
-    """A rank's part of a draft. Raises ConfigError if the ranks do not divide it."""
-    heads, inner = (
-        share_of_rank(f"draft's {name}", getattr(config, name), ranks)
-        for name in ("num_attention_heads", "intermediate_size")
-    )
-    kv_heads = kv_heads_of_rank("draft", config.num_key_value_heads, ranks)
-    return replace(
-        config,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=inner,
-    )
-
-
 def draft_kv(
     config: DraftConfig,
     options: ResolvedOptions,
@@ -139,7 +118,7 @@ def draft_kv(
     """
     # With a hierarchical cache: tags, with an entry per slot, too; and `HostTier._generations`.
     tags = BYTES_PER_ENTRY + 2 * BYTES_PER_TARGET_SLOT if hierarchical else 0
-    shape = draft_of_rank(config, ranks).kv_shape
+    shape = config.of_rank(ranks).kv_shape
     return tuple(
         GroupKVSize(
             math.prod(group.kv_shape(shape)) * itemsize + tags,

@@ -201,8 +201,8 @@ def compiled_for(draft: str, ranks: int) -> int:
     and contexts that a server records."""
     config, counts = DraftConfig.from_dict(shipped("draft")[draft].config), []
     tp, dtype, device = TensorParallel(size=ranks), torch.bfloat16, torch.device("cpu")
-    heads = tp.shard_size("num_attention_heads", config.num_attention_heads)
-    kv_heads, block = tp.kv_heads(config.num_key_value_heads), config.block_size
+    part, block = config.of_rank(ranks), config.block_size
+    heads, kv_heads = part.num_attention_heads, part.num_key_value_heads
     for layer_group in config.groups(WHOLE_CONTEXT):
         shape = 64, len(layer_group.attentions), 2, kv_heads, config.head_dim
         kv = torch.zeros(shape, dtype=dtype)

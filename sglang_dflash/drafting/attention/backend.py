@@ -79,13 +79,14 @@ class AttentionSizes:
 
     def load(self, config: DraftConfig, processors: int) -> AttentionLoad:
         """The largest step; `processors`: multiprocessors of the GPU."""
+        part = config.of_rank(self.tp.size)
         return AttentionLoad(
             self.requests,
             self.columns,
             self.draft_block,
-            self.tp.shard_size("num_attention_heads", config.num_attention_heads),
-            self.tp.kv_heads(config.num_key_value_heads),
-            config.head_dim,
+            part.num_attention_heads,
+            part.num_key_value_heads,
+            part.head_dim,
             processors,
         )
 

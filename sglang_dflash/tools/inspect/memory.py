@@ -59,7 +59,7 @@ def memory_of(
         for size in (_target_weights(target, decision.geometry, serving), draft.weight_bytes)
     )
     if config is not None:
-        of_draft = sizes.draft_weight_bytes(sizes.draft_of_rank(config, ranks))
+        of_draft = sizes.draft_weight_bytes(config.of_rank(ranks))
     memory = _kv_memory(serving, of_target, of_draft, steps)
     alone = _kv_memory(serving, of_target, 0, 0)
     pool, plain = _pools(serving, memory, steps, alone, recurrent, of_groups, target_kv, options)
