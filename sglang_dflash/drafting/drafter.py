@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -168,7 +168,3 @@ def nonfinite_rows(features: Tensor) -> Tensor:
     total = features.sum(-1, dtype=torch.float32)
     # The difference is NaN if it is not finite. Two launches; `isfinite` and `~` take five.
     return total - total != 0
-
-
-# An experiment's drafter is made by a function with the signature of `Drafter`.
-DrafterFactory = Callable[[DraftModel, TargetHead, Sequence[KVGroup], ResolvedOptions], Proposer]

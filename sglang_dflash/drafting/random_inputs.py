@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +14,10 @@ from sglang_dflash.drafting.ops import TorchOps
 Cases = dict[str, Callable[[TorchOps], Sequence[Tensor]]]
 
 
-class Placed(Protocol):
-    """A tensor or a network."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
 class RandomInputs:
-    """Random values on the device and in the dtype of something, always the same ones."""
+    """Random values on the device and in the dtype of a tensor or network, always the same ones."""
 
-    def __init__(self, like: Placed) -> None:
+    def __init__(self, like: Any) -> None:
         self.device, self.dtype = like.device, like.dtype
         # On the host, so that every device gets the same values.
         self._generator = torch.Generator().manual_seed(0)

@@ -125,17 +125,14 @@ class DFlash2Config(HeadConfig):
         return 2 * self.convolution.kernel_size * (width // self.convolution.group_size)
 
 
-def _is_zero(value: object) -> bool:
-    return is_int(value) and value == 0
-
-
 def _together(fields: Fields, **most: int) -> list[int] | None:
     """Numbers that are given together or not at all: null and 0 are as good as missing.
 
     Args:
         most: name -> a bound above any published draft.
     """
-    declared = [name for name in most if name in fields and not _is_zero(fields.get(name))]
+    values = {name: fields.get(name) for name in most if name in fields}
+    declared = [name for name, value in values.items() if not is_int(value) or value != 0]
     for name in most if declared else ():
         if name not in declared:
             raise fields.error(name, f"with {declared[0]} a positive integer")

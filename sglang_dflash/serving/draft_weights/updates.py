@@ -115,7 +115,9 @@ class DraftWeights:
         success, trouble = self._on_every_rank(check)
         if success and not self._have_the_same(tensors):
             success, trouble = False, _DIFFERENT
-        return self.install(tensors, first) if success else (False, _unchanged(trouble))
+        if not success:
+            return False, f"{trouble}. The weights are unchanged"
+        return self.install(tensors, first)
 
     def install(self, tensors: dict[str, Tensor], first: Callable[[], Result]) -> Result:
         """Replace the weights by `checked` tensors, on all ranks or on none.
@@ -302,10 +304,6 @@ def _has_marked(named: Any) -> bool:
         return any(name.startswith(MARK) for name in names)
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
-
-
-def _unchanged(trouble: str) -> str:
-    return f"{trouble}. The weights are unchanged"
 
 
 def unpacked(named: Any) -> list[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.drafting.drafter import DrafterFactory
+from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.graphs import Recorder
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.step.step import StepObserver
@@ -26,13 +26,13 @@ class Extension:
     """Parts that replace the worker's own; None keeps the worker's.
 
     Attributes:
-        make_drafter: makes the drafter.
+        make_drafter: makes the drafter, called as `Drafter` is.
         observer: is shown every decode step.
         width_policy: makes the policy that chooses verify widths, from `verify_block`.
         recorder: makes what records the drafter's steps, where the worker records none.
     """
 
-    make_drafter: DrafterFactory | None = None
+    make_drafter: Callable[..., Proposer] | None = None
     observer: StepObserver = field(default_factory=StepObserver)
     width_policy: Callable[[int], WidthPolicy] | None = None
     recorder: Callable[[], Recorder] | None = None

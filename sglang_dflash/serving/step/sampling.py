@@ -113,16 +113,9 @@ def looks_ahead(grammar: Any) -> bool:
     if isinstance(grammar, ReasonerGrammarObject):
         # What follows the thought; without anything, the functions of the backend.
         grammar = grammar.grammar or grammar.apply_vocab_mask
-    implementation: Any = grammar if isinstance(grammar, FunctionType) else type(grammar)
-    return _is_of_look_ahead(implementation)
-
-
-def _is_of_look_ahead(implementation: Any) -> bool:
-    """Return whether a function is of these backends, or a class derives from one of theirs."""
-    return any(
-        base.__module__ in _LOOK_AHEAD
-        for base in getattr(implementation, "__mro__", (implementation,))
-    )
+    # A class may derive from one of theirs.
+    origins = (grammar,) if isinstance(grammar, FunctionType) else type(grammar).__mro__
+    return any(origin.__module__ in _LOOK_AHEAD for origin in origins)
 
 
 def adjust_first(by_position: Tensor, adjust: Callable[[Tensor], None]) -> None:
