@@ -23,11 +23,13 @@ class PromptTokens:
         batch_rows: int64 `[N]`, rows of the batch.
         positions: int64 `[N]`.
         lengths: int64 `[N]`, tokens of the token's request before its first draft.
+        age: int64 `[N]`, tokens between it and its request's last one here.
     """
 
     batch_rows: Tensor
     positions: Tensor
     lengths: Tensor
+    age: Tensor
 
     @classmethod
     def of(cls, starts: Sequence[int], ends: Sequence[int], lengths: Sequence[int]) -> PromptTokens:
@@ -38,23 +40,16 @@ class PromptTokens:
         positions = torch.cat(
             [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
         )
-        return cls(batch_rows, positions, torch.tensor(lengths)[batch_rows])
-
-    @property
-    def age(self) -> Tensor:
-        """Int64 `[N]`: tokens between each one and its request's last one here."""
-        requests = int(self.batch_rows.max()) + 1 if len(self.batch_rows) else 0
-        last = torch.zeros(requests, dtype=torch.int64)
-        last.scatter_reduce_(0, self.batch_rows, self.positions, "amax")
-        return last[self.batch_rows] - self.positions
+        age = torch.tensor(ends)[batch_rows] - 1 - positions
+        return cls(batch_rows, positions, torch.tensor(lengths)[batch_rows], age)
 
     def to_write(self, groups: Sequence[KVGroup]) -> tuple[Tensor | slice, list[Tensor | slice]]:
         """The tokens to project, and of each group which of those it writes, in order; a slice for
         all of them."""
-        age, wanted = self.age, list[Tensor | slice]()
+        wanted = list[Tensor | slice]()
         for group in groups:
             visible = ever_visible(self.positions, self.lengths, group.reach)
-            wanted.append(group.cache.prompt_tokens_to_write(visible, age))
+            wanted.append(group.cache.prompt_tokens_to_write(visible, self.age))
         lists = [numbers for numbers in wanted if isinstance(numbers, Tensor)]
         if len(lists) < len(wanted):
             return slice(None), wanted
