@@ -36,16 +36,8 @@ def accept_kernel(
 
 
 def accept(lengths: Tensor, bonus: Tensor, block: Tensor, target_tokens: Tensor) -> None:
-    """As `drafting.acceptance.accept`, without a host synchronization.
-
-    Args:
-        lengths: int64 `[R]`, written: committed tokens, 1 to B.
-        bonus: int64 `[R]`, written: the last committed token.
-        block: int64 `[R, B]`, the bonus token of the last step, then the drafted tokens; unit
-            stride over B, as `target_tokens`.
-        target_tokens: int64 `[R, B]`, the target's token after each of them. They are the committed
-            tokens as far as `lengths`.
-    """
+    """Write the `lengths` and `bonus` tokens of its twin, `drafting.acceptance.accept`, without a
+    host synchronization. `block` and `target_tokens` have unit stride over B."""
     requests, size = block.shape
     if not requests:
         return

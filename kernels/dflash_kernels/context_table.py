@@ -52,19 +52,8 @@ def context_table(
     reach: Reach,
     tags: Tags | None,
 ) -> None:
-    """Fill `entries`, and mark in `tags` that they are in use. Its twin is
-    `drafting.attention.table.fill_context_table`.
-
-    Args:
-        entries: int32 `[R, C]`, written: the entry of each column's token; -1 if there is no such
-            token or its K/V is dead. C is at least `reach.tokens_read` of the longest request.
-        req_to_token: int32 `[rows, positions]`, the target slots of each request's positions. What
-            it holds past a request's tokens is not read.
-        rows: int `[R]`, the requests' rows of it; not read for a request of length 0.
-        seq_lens: int `[R]`, committed tokens.
-        reach: what the drafts read.
-        tags: of the cache; None if every slot's token has draft K/V (`DraftKVCache` without tags).
-            The padding entry is never in use.
+    """See its twin, `drafting.attention.table.fill_context_table`, whose arguments these are.
+    `req_to_token` is not read past a request's tokens, nor is the row of a request of length 0.
 
     Raises:
         ValueError: `req_to_token` is not contiguous along positions.

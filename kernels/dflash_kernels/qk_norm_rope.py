@@ -174,17 +174,11 @@ def write_context(
     rotary: Rotary,
     eps: float,
 ) -> None:
-    """Norm and rotate context keys of all layers, and write K and V into cache entries.
+    """See its twin, `TorchOps.write_context`, whose arguments these are. A token with a negative
+    entry is skipped.
 
-    Args:
-        cache: `[S, L, 2, G, D]`, the entries; contiguous but for the first two strides. What is
-            written is finite: NaN becomes 0, and what is out of range the largest number.
-        kv: `[N, L, 2, G, D]`, projected K and V; contiguous but for the first stride.
-        entries: int `[N]`, distinct entries; a token with a negative one is skipped.
-        positions: int `[N]`, contiguous.
-        k_weights: `[L, D]`, unit stride over D.
-        rotary: frequencies on the cache's device.
-        eps: of the norm.
+    `cache` `[S, L, 2, G, D]` is contiguous but for the first two strides, `kv` `[N, L, 2, G, D]`
+    but for the first one, `k_weights` `[L, D]` has unit stride over D, `positions` is contiguous.
     """
     count, depth, _, kv_heads, head_dim = kv.shape
     if not count:

@@ -79,16 +79,8 @@ def walk(
     successors: Tensor,
     noise: BlockNoise | None,
 ) -> None:
-    """As `TorchOps.walk`. All tensors are contiguous.
-
-    Args:
-        out: int64, written: `[R, P]` without noise, `[2, R, P]` with.
-        logits: float32 `[R, P, K]`.
-        ids: int64 `[R, P, K]`.
-        hidden: `[R, P, r]`, of the dtype of the tables.
-        bonus: int64 `[R]`.
-        predecessors, successors: `[V, r]`.
-    """
+    """Write what its twin, `TorchOps.walk`, returns to `out`. All tensors are contiguous, and
+    `hidden` has the dtype of the tables."""
     requests, drafts, k = ids.shape
     rank = hidden.shape[-1]
     if not requests:
