@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -23,36 +23,31 @@ FA3_MAJORS = (8, 9)
 
 def fa4(config: DraftConfig, sizes: AttentionSizes) -> PagedAttention:
     """FA4. Raises ConfigError if this GPU has no kernel, or the package is missing."""
-    major = _major(sizes.device)
-    if major not in FA4_SPLITS:
-        raise _other_gpu("fa4", sorted(FA4_SPLITS), major)
-    kernel = fa4_kernel(FA4_SPLITS[major])
-    return _paged(sizes, kernel)
+    major = _served_major("fa4", FA4_SPLITS, sizes.device)
+    return _paged(sizes, fa4_kernel(FA4_SPLITS[major]))
 
 
 def fa3(config: DraftConfig, sizes: AttentionSizes) -> PagedAttention:
     """FA3. Raises ConfigError if this GPU has no kernel."""
-    major = _major(sizes.device)
-    if major not in FA3_MAJORS:
-        raise _other_gpu("fa3", FA3_MAJORS, major)
+    _served_major("fa3", FA3_MAJORS, sizes.device)
     return _paged(sizes, fa3_kernel())
+
+
+def _served_major(name: str, majors: Collection[int], device: torch.device) -> int:
+    """Return the GPU's major compute capability. Raises ConfigError if it is none of these."""
+    major = torch.cuda.get_device_capability(device)[0]
+    if major not in majors:
+        raise ConfigError(
+            "attention",
+            name,
+            f"it has kernels for GPUs of capability {' and '.join(map(str, majors))}, this one's "
+            f"is {major}; choose one of ['triton', 'torch']",
+        )
+    return major
 
 
 def _paged(sizes: AttentionSizes, kernel: PagedKernel) -> PagedAttention:
     return PagedAttention(sizes.layers, sizes.draft_block, sizes.scratch, kernel, sizes.holes)
-
-
-def _other_gpu(name: str, majors: Sequence[int], major: int) -> ConfigError:
-    return ConfigError(
-        "attention",
-        name,
-        f"it has kernels for GPUs of capability {' and '.join(map(str, majors))}, this one's is "
-        f"{major}; choose one of ['triton', 'torch']",
-    )
-
-
-def _major(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
 
 
 def fa4_kernel(splits: int) -> Any:
