@@ -90,27 +90,21 @@ def missing_rows(rows: int) -> int:
     return -rows % FEW_ROWS if 0 < rows % 32 < FEW_ROWS else 0
 
 
-@dataclass(frozen=True)
-class BatchLayout:
-    """The tokens that a forward computes, by request.
-
-    Attributes:
-        requests: row of each request in the request-to-token table, int64.
-        prefixes: tokens of each request before this forward.
-        counts: tokens of each request in this forward.
-    """
-
-    requests: Tensor
-    prefixes: list[int]
-    counts: list[int]
-
-
 class CpuAttentionBackend(AttentionBackend):
     """Attention whose results have the same bits whatever else is in the batch.
 
     Requests of one call have the same padded context length, which depends on their own length
     only.
+
+    Attributes:
+        rows: row of each request in the request-to-token table, int64.
+        prefixes: tokens of each request before this forward.
+        counts: tokens of each request in this forward.
     """
+
+    rows: Tensor
+    prefixes: list[int]
+    counts: list[int]
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -118,7 +112,6 @@ class CpuAttentionBackend(AttentionBackend):
             use_latent_attention()
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self.layout = BatchLayout(torch.empty(0, dtype=torch.int64), [], [])
         self.pieces: dict[bool, list[AttentionCall]] = {}
         self.write_loc: Any = None
 
@@ -137,18 +130,17 @@ class CpuAttentionBackend(AttentionBackend):
             return
         out = forward_batch.out_cache_loc
         self.write_loc = KVWriteLoc(out, self._sliding(out))
+        self.rows = forward_batch.req_pool_indices.long()
         lengths = forward_batch.seq_lens.tolist()
         if mode.is_decode():
-            prefixes, counts = [n - 1 for n in lengths], [1] * len(lengths)
+            self.prefixes, self.counts = [n - 1 for n in lengths], [1] * len(lengths)
         elif mode.is_target_verify():
             # The drafted block comes after the committed tokens that seq_lens counts.
-            prefixes, counts = lengths, [forward_batch.spec_info.draft_token_num] * len(lengths)
+            self.prefixes = lengths
+            self.counts = [forward_batch.spec_info.draft_token_num] * len(lengths)
         else:
-            prefixes, counts = (
-                forward_batch.extend_prefix_lens.tolist(),
-                forward_batch.extend_seq_lens.tolist(),
-            )
-        self.layout = BatchLayout(forward_batch.req_pool_indices.long(), prefixes, counts)
+            self.prefixes = forward_batch.extend_prefix_lens.tolist()
+            self.counts = forward_batch.extend_seq_lens.tolist()
 
     def _sliding(self, slots: Tensor) -> Tensor:
         """Translate slots for sliding layers. Tokens that have left every window have no slot left,
@@ -173,9 +165,7 @@ class CpuAttentionBackend(AttentionBackend):
         """
         calls: dict[tuple[int, int], tuple[list[int], ...]] = {}
         row = 0
-        for request, (prefix, count) in enumerate(
-            zip(self.layout.prefixes, self.layout.counts, strict=True)
-        ):
+        for request, (prefix, count) in enumerate(zip(self.prefixes, self.counts, strict=True)):
             for start in range(0, count, QUERY_CHUNK):
                 queries = min(QUERY_CHUNK, count - start)
                 length = prefix + (start + queries if causal else count)
@@ -198,7 +188,7 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> AttentionCall:
         length = torch.tensor(lengths)
         at = torch.arange(columns).minimum(length[:, None] - 1)
-        table_rows = self.layout.requests[requests]
+        table_rows = self.rows[requests]
         slots = self.req_to_token_pool.req_to_token[table_rows[:, None], at].long().flatten()
         last = rows[0] + count * len(rows)
         adjacent = rows == list(range(rows[0], last, count))

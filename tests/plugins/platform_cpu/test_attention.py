@@ -46,8 +46,8 @@ class Pool:
         made.token_to_kv_pool = SimpleNamespace(
             get_key_buffer=lambda _: self.keys, get_value_buffer=lambda _: self.values
         )
-        requests = torch.tensor(rows or list(range(len(prefixes))))
-        made.layout = attention.BatchLayout(requests, prefixes, counts)
+        made.rows = torch.tensor(rows or list(range(len(prefixes))))
+        made.prefixes, made.counts = prefixes, counts
         made.pieces = {}
         return made
 

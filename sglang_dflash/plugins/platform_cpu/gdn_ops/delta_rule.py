@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -94,7 +93,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     q, k, v = mixed_qkv.split([keys, keys, heads * dim], -1)
     q, k = (x.unflatten(-1, (-1, key_dim)) for x in (q, k))
     q, k = gdn.per_value_head(q, k, heads, scale, use_qk_l2norm_in_kernel)
-    inputs = Inputs(q, k, v.unflatten(-1, (-1, dim)), *gdn.gates(A_log, a, dt_bias, b))
+    inputs = q, k, v.unflatten(-1, (-1, dim)), *gdn.gates(A_log, a, dt_bias, b)
     bounds = list(range(len(v) + 1))
     out.zero_()
     _run(inputs, bounds, initial_state, ssm_state_indices, out[:, 0], None, None, update=True)
@@ -151,7 +150,7 @@ def fused_sigmoid_gating_delta_rule_update(
     scale = k.shape[3] ** -0.5 if scale is None else scale
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     q, k = gdn.per_value_head(q, k, heads, scale, use_qk_l2norm_in_kernel)
-    inputs, pool = Inputs(q, k, v, g, beta), initial_state_source
+    inputs, pool = (q, k, v, g, beta), initial_state_source
     bounds = list(range(0, len(g) + 1, shape[1])) if cu_seqlens is None else cu_seqlens.tolist()
     out = torch.zeros(len(g), *shape[2:], dtype=v.dtype, device=v.device)
     indices, rows = initial_state_indices, intermediate_state_indices
@@ -160,22 +159,8 @@ def fused_sigmoid_gating_delta_rule_update(
     return out.unflatten(0, shape[:2])
 
 
-class Inputs(NamedTuple):
-    """Inputs of the recurrence: q, k `[T, HV, K]`, v `[T, HV, V]`, g, beta `[T, HV]`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-
-    def select_run(self, tokens: slice, count: int, length: int, rows: Tensor) -> Inputs:
-        """The `rows` of a run of `count` sequences of equal `length`, `[N, length, ...]`."""
-        return Inputs(*(x[tokens].unflatten(0, (count, length))[rows] for x in self))
-
-
 def _run(
-    inputs: Inputs,
+    inputs: Iterable[Tensor],
     bounds: list[int],
     pool: Tensor,
     indices: Tensor,
@@ -184,7 +169,8 @@ def _run(
     snapshot_rows: Tensor | None,
     update: bool,
 ) -> None:
-    """Fill `out` `[T, HV, V]` sequence by sequence, equal ones as one batch.
+    """Fill `out` `[T, HV, V]` sequence by sequence, equal ones as one batch. `inputs` are q, k
+    `[T, HV, K]`, v `[T, HV, V]`, and g, beta `[T, HV]`.
 
     With `snapshots`, the state after every token goes to their `snapshot_rows`. With `update`, the
     states of `pool` at `indices` advance.
@@ -193,12 +179,13 @@ def _run(
         tokens = slice(bounds[first], bounds[first] + count * length)
         sequences = slice(first, first + count)
         rows, slots = real_rows(indices[sequences])
-        run = inputs.select_run(tokens, count, length, rows)
+        q, k, v, g, beta = (x[tokens].unflatten(0, (count, length))[rows] for x in inputs)
         run_out = out[tokens].unflatten(0, (count, length))
         if snapshots is None and not update:
-            run_out[rows] = replay.block_outputs(*run, pool[slots]).to(out.dtype)
+            run_out[rows] = replay.block_outputs(q, k, v, g, beta, pool[slots]).to(out.dtype)
             continue
-        outputs, after = gdn.recurrent(*run, pool[slots], every=snapshots is not None)
+        is_every = snapshots is not None
+        outputs, after = gdn.recurrent(q, k, v, g, beta, pool[slots], is_every)
         run_out[rows] = outputs.to(out.dtype)
         if snapshots is not None and snapshot_rows is not None:
             kept_rows = snapshot_rows[sequences][rows].long()
