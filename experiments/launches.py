@@ -30,6 +30,7 @@ from dflash_kernels import (
     largest,
     prepare_block,
     qk_norm_rope,
+    sample_filtered,
     silu_mul,
     text_match,
     walk,
@@ -190,9 +191,9 @@ def _convolve(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
 
 
 def _largest_of_chunks(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
-    logits = args[1]
+    sums, logits = args[2:4]
     count, width = logits.shape
-    return candidates.chunk_traffic(count, width, logits.element_size())
+    return candidates.chunk_traffic(count, width, logits.element_size(), sums is not None)
 
 
 def _candidates(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
@@ -217,7 +218,6 @@ def _take_match(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
 KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
     "context_table_kernel": _context_table,
     "block_attention_kernel": _block_attention,
-    "merge_kernel": lambda *_: Traffic(0, 0),
     "add_rms_norm_kernel": _add_rms_norm,
     "qk_norm_rope_kernel": _qk_norm_rope,
     "write_context_kernel": _write_context,
@@ -225,12 +225,16 @@ KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
     "convolve_kernel": _convolve,
     "largest_of_chunks_kernel": _largest_of_chunks,
     "candidates_kernel": _candidates,
+    "sample_candidates_kernel": lambda _, args, __: sample_filtered.traffic(args[1], args[13]),
     "walk_kernel": _walk,
     # Both launches.
     "largest_kernel": lambda _, args, __: largest.traffic(
         args[2].shape[0], args[2].shape[1], args[2].element_size()
     ),
-    "merge_largest_kernel": lambda *_: Traffic(0, 0),
+    # The launch before has counted for it.
+    **dict.fromkeys(
+        ("merge_kernel", "merge_largest_kernel", "sample_others_kernel"), lambda *_: Traffic(0, 0)
+    ),
     "fold_kernel": _fold,
     "move_windows_kernel": _move_windows,
     "prepare_block_kernel": lambda _, args, __: prepare_block.traffic(*args[0].shape),
@@ -247,7 +251,7 @@ KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
 
 # Kernels that read logits -> row of the table of compiled kernels, index of the logits argument.
 READS_LOGITS = {
-    "largest_of_chunks_kernel": ("largest_of_chunks", 1),
+    "largest_of_chunks_kernel": ("largest_of_chunks sums={HAS_SUMS}", 3),
     "candidates_kernel": ("candidates 262144 k{K}", 3),
     "largest_kernel": ("largest", 2),
 }

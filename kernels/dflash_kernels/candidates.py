@@ -10,6 +10,8 @@ Letters in shapes: N rows, V columns, K that are taken, C chunks of a row.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -46,16 +48,33 @@ def _offsets(b_keys):
 
 
 @triton.jit
+def inverse_temperature(p_temperature):
+    """1 / temperature; 1 for a greedy request."""
+    i_temperature = tl.load(p_temperature)
+    return 1.0 / tl.where(i_temperature > 0, i_temperature, 1.0)
+
+
+@triton.jit(do_not_specialize=["p_sums", "POSITIONS"])
 def largest_of_chunks_kernel(
-    p_largest, p_logits, s_logits, V, C, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
-):
+    p_largest, p_maxima, p_sums, p_logits, p_temperatures, s_logits, V, C, POSITIONS,
+    HAS_SUMS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """One program per row and CHUNKS chunks."""
     i_n = tl.program_id(0).to(tl.int64)
     o_c = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
     o_v = o_c[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     b = tl.load(p_logits + i_n * s_logits + o_v, mask=o_v < V, other=float("-inf"))
-    b_largest = tl.max(_ordered(b.to(tl.float32)), 1)
-    tl.store(p_largest + i_n * C + o_c, b_largest, mask=o_c < C)
+    b = b.to(tl.float32)
+    tl.store(p_largest + i_n * C + o_c, tl.max(_ordered(b), 1), mask=o_c < C)
+    if HAS_SUMS:
+        i_scale = inverse_temperature(p_temperatures + i_n // POSITIONS)
+        i_max = tl.max(b)
+        b_weights = tl.exp((b - i_max) * i_scale)
+        # Also where all are, and the difference is NaN.
+        b_weights = tl.where(b == float("-inf"), 0.0, b_weights)
+        i_part = i_n * tl.num_programs(1) + tl.program_id(1)
+        tl.store(p_maxima + i_part, i_max)
+        tl.store(p_sums + i_part, tl.sum(b_weights))
 
 
 @triton.jit
@@ -90,7 +109,26 @@ def block(columns: int, k: int) -> int:
     return max(top(k), triton.next_power_of_2(triton.cdiv(columns, CHUNK)))
 
 
-def candidates(values: Tensor, columns: Tensor, logits: Tensor) -> None:
+class Sums(NamedTuple):
+    """Sums of exp(logit / temperature) over parts of the rows, of `part_count` columns each.
+
+    Attributes:
+        maxima: float32 `[N, PARTS]`, written: the largest logit of each part.
+        sums: float32 `[N, PARTS]`, written, divided by exp(maximum / temperature).
+        temperatures: float32 `[R]`, of N / R rows each; 0 counts as 1.
+    """
+
+    maxima: Tensor
+    sums: Tensor
+    temperatures: Tensor
+
+
+def part_count(width: int) -> int:
+    """The parts of a row of that many columns."""
+    return triton.cdiv(width, CHUNK * CHUNKS)
+
+
+def candidates(values: Tensor, columns: Tensor, logits: Tensor, sums: Sums | None = None) -> None:
     """Write each row's K largest logits in descending order, and their columns; of equal ones the
     lower column first. NaN is larger than all others.
 
@@ -98,6 +136,7 @@ def candidates(values: Tensor, columns: Tensor, logits: Tensor) -> None:
         values: `[N, K]`, contiguous, written. K is at most `MOST_CANDIDATES` and at most V.
         columns: int64 `[N, K]`, contiguous, written.
         logits: `[N, V]`, rows of any stride.
+        sums: what else to compute of the logits; None for nothing.
     """
     count, k = values.shape
     if k > MOST_CANDIDATES:
@@ -107,18 +146,23 @@ def candidates(values: Tensor, columns: Tensor, logits: Tensor) -> None:
     width = logits.shape[1]
     chunks = triton.cdiv(width, CHUNK)
     best = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
-    largest_of_chunks_kernel[(count, triton.cdiv(chunks, CHUNKS))](
-        best, logits, logits.stride(0), width, chunks, CHUNK=CHUNK, CHUNKS=CHUNKS, num_warps=8
-    )
+    maxima, totals, temperatures = sums or (None, None, None)
+    positions = 1 if temperatures is None else count // len(temperatures)
+    largest_of_chunks_kernel[(count, part_count(width))](
+        best, maxima, totals, logits, temperatures, logits.stride(0), width, chunks, positions,
+        HAS_SUMS=sums is not None, CHUNK=CHUNK, CHUNKS=CHUNKS, num_warps=8,
+    )  # fmt: skip
     candidates_kernel[(count,)](
         values, columns, best, logits, logits.stride(0), width, chunks,
         K=k, TOP=top(k), CHUNK=CHUNK, BLOCK=block(width, k), num_warps=8,
     )  # fmt: skip
 
 
-def chunk_traffic(count: int, width: int, itemsize: int) -> Traffic:
+def chunk_traffic(count: int, width: int, itemsize: int, sums: bool = False) -> Traffic:
     """Bytes of the first launch; logits have elements of `itemsize` bytes."""
-    return Traffic(count * width * itemsize, 4 * count * triton.cdiv(width, CHUNK))
+    parts = part_count(width) * sums
+    read = count * (width * itemsize + 4 * parts)
+    return Traffic(read, count * (4 * triton.cdiv(width, CHUNK) + 8 * parts))
 
 
 def traffic(count: int, width: int, k: int, itemsize: int) -> Traffic:

@@ -16,6 +16,7 @@ from dflash_kernels.draft_source import choose_source, learn_source
 from dflash_kernels.largest import largest
 from dflash_kernels.prepare_block import prepare_block
 from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
+from dflash_kernels.sample_filtered import sample_filtered
 from dflash_kernels.silu_mul import silu_mul
 from dflash_kernels.text_match import find_match
 from dflash_kernels.walk import walk
@@ -23,7 +24,7 @@ from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.kv import Tags
-from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
+from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale, SampleFilters
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.rope import Rotary
 
@@ -144,6 +145,11 @@ class TritonOps(TorchOps):
         ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
         largest(best, ids, logits, *noise, first_id, scale, token_ids)
         return best, ids
+
+    def sample_filtered(self, logits: Tensor, noise: BlockNoise, filters: SampleFilters) -> Tensor:
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        sample_filtered(tokens, logits, noise, filters)
+        return tokens
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
         lengths, bonus = torch.empty(2, len(block), dtype=torch.int64, device=block.device)

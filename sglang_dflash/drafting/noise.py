@@ -83,6 +83,22 @@ class BlockNoise(NamedTuple):
         return (scale(logits) / temperatures + noise).where(is_sampled, logits.float())
 
 
+class SampleFilters(NamedTuple):
+    """The filters of R requests: a sample is one of the likeliest tokens, which they keep.
+
+    Attributes:
+        top_ks: int32 `[R]`, the number of tokens at most; 1 for a greedy request.
+        top_ps: float32 `[R]`. A token is left out if those that are likelier have more than this
+            probability; 1 leaves none out.
+        min_ps: float32 `[R]`. A token is left out whose probability is less than this times that of
+            the likeliest; 0 leaves none out.
+    """
+
+    top_ks: Tensor
+    top_ps: Tensor
+    min_ps: Tensor
+
+
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """Gumbel noise float64 of integer tensors that broadcast, bit for bit SGLang's."""
     x = murmur_hash32(seeds, positions, ids).double() / _LOW32

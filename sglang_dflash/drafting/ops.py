@@ -20,7 +20,7 @@ from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots, fill_context_table
 from sglang_dflash.drafting.draft_source import choose_source, learn_source
 from sglang_dflash.drafting.kv import Tags, store_
-from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
+from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale, SampleFilters
 from sglang_dflash.drafting.rope import Rotary, rotate
 from sglang_dflash.drafting.text_match import find_match
 
@@ -229,6 +229,33 @@ class TorchOps:
         scores = noise.scores(of_requests, ids, scale=scale).flatten(0, 1)
         best, index = torch.stack((logits.float(), scores)).max(-1)
         return best, index + first_id
+
+    def sample_filtered(self, logits: Tensor, noise: BlockNoise, filters: SampleFilters) -> Tensor:
+        """Sample a token of each row from the tokens that the filters keep: the one with the
+        largest logit / temperature + noise.
+
+        Args:
+            logits: `[N, V]`, of P positions of each of R requests, N = R P.
+            noise: of the rows. A request without noise has a `top_ks` of 1.
+            filters: of the requests. What they keep of a row depends on probabilities among all V
+                tokens, in the order of their logits, and of equal ones of their ids.
+
+        Returns:
+            int64 `[N]`.
+        """
+        shape = len(noise.seeds), len(logits) // len(noise.seeds), -1
+        by_row = (x.repeat_interleave(shape[1])[:, None] for x in (noise.temperatures, *filters))
+        temperatures, top_ks, top_ps, min_ps = by_row
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        scaled = values.float() / temperatures.where(temperatures > 0, 1.0)
+        probabilities = scaled.softmax(-1)
+        likelier = probabilities.cumsum(-1) - probabilities
+        left_out = torch.arange(logits.shape[1], device=logits.device) >= top_ks
+        left_out |= (likelier > top_ps) & (top_ps < 1)
+        left_out |= probabilities < probabilities[:, :1] * min_ps
+        scores = noise.scores(values.view(shape), ids.view(shape)).flatten(0, 1)
+        best = scores.masked_fill(left_out, -torch.inf).argmax(-1, keepdim=True)
+        return ids.gather(1, best)[:, 0]
 
 
 def candidate_scores(

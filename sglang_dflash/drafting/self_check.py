@@ -22,7 +22,7 @@ from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import COUPLED, BlockNoise
+from sglang_dflash.drafting.noise import COUPLED, BlockNoise, SampleFilters
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.random_inputs import Cases, RandomInputs
 from sglang_dflash.drafting.recurrent import replay
@@ -258,11 +258,24 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         "prepare_block": lambda ops: ops.prepare_block(
             bonus, seq_lens, block, config.mask_token_id
         ),
-        # Of scores that are equal but for rounding, either token is right.
         "largest": lambda ops: ops.largest(logits, noise, 0)[:1],
+        "sample_filtered": lambda ops: (_scores_of_samples(ops, logits, noise),),
         "accept": lambda ops: ops.accept(drafts, target),
     }
     return cases
+
+
+def _scores_of_samples(ops: TorchOps, logits: Tensor, noise: BlockNoise) -> Tensor:
+    """The scores of filtered samples: of those that are equal but for rounding, either is right."""
+    is_sampled = noise.temperatures > 0
+    top_ps, min_ps = (torch.full_like(noise.temperatures, share) for share in (0.9, 0.01))
+    tokens = ops.sample_filtered(
+        logits, noise, SampleFilters(is_sampled.int() * 19 + 1, top_ps, min_ps)
+    )
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    scores = noise.scores(logits.unflatten(0, (len(is_sampled), -1)), ids).flatten(0, 1)
+    # A wrong kernel may return any number.
+    return scores.gather(1, tokens.clamp(0, len(ids) - 1)[:, None])
 
 
 def _lookup_cases(model: DraftModel, block: int, verify_block: int) -> Cases:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +34,7 @@ from dflash_kernels import (
     largest,
     prepare_block,
     qk_norm_rope,
+    sample_filtered,
     silu_mul,
     text_match,
     walk,
@@ -48,7 +47,7 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.heads.dflash2 import MOST_CANDIDATES
 from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.drafting.draft_source import CLASSES, DECAY, PRIOR_STEPS
-from tests.kernels.instructions import WARP, executed
+from tests.kernels.instructions import WARP, dump, executed
 
 CAPABILITIES = (80, 90, 100, 120)
 TABLE = Path(__file__).with_name("registers.json")
@@ -61,7 +60,7 @@ INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "
          "p_class_of_length", "p_counts"}  # fmt: skip
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
 FLOAT32 = {"p_best", "p_temperatures", "p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log",
-           "p_totals"}  # fmt: skip
+           "p_totals", "p_maxima", "p_sums", "p_top_ps", "p_min_ps"}  # fmt: skip
 # Qwen3.5-27B's heads, without a convolution bias.
 GATED_DELTA = {"H": 16, "HV": 48, "K": 128, "V": 128, "W": 4, "BLOCK_K": 128, "HAS_BIAS": False,
                "p_bias": None}  # fmt: skip
@@ -222,17 +221,29 @@ def dflash2_cases() -> list[Case]:
     """Return cases at z-lab's shapes: blocks of 8 and 16, 2 taps over groups of 16 channels, 16
     candidates, tables of rank 256. Logits are of the largest vocabulary that SGLang serves."""
     rank, width, chunk = 256, 2**18, {"CHUNK": candidates.CHUNK}
-    some = {**chunk, "CHUNKS": candidates.CHUNKS}
+    some = {**chunk, "CHUNKS": candidates.CHUNKS, "HAS_SUMS": True}
+    no_sums = {"HAS_SUMS": False, **dict.fromkeys(("p_maxima", "p_sums", "p_temperatures"))}
     found = [
         Case(
-            "largest_of_chunks",
+            f"largest_of_chunks sums={not no_sums}",
             candidates.largest_of_chunks_kernel,
-            some,
+            {**some, **no_sums},
             types={"p_largest": "*i32"},
             options={"num_warps": 8},
             logits=some["CHUNK"] * some["CHUNKS"],
         )
+        for no_sums in (no_sums, {})
     ]
+    k = MOST_CANDIDATES
+    parts_size = {"BLOCK_PARTS": triton.next_power_of_2(candidates.part_count(width))}
+    types = {"p_out": "*i64", "p_values": "*fp32", "p_logits": "*fp32", "p_top_ks": "*i32"}
+    for name, constants, warps in (
+        ("sample_candidates", {"K": k, "BLOCK_K": k}, 1),
+        ("sample_others", {"BLOCK": sample_filtered.BLOCK}, 4),
+    ):
+        kernel = getattr(sample_filtered, f"{name}_kernel")
+        options = {"num_warps": warps}
+        found.append(Case(name, kernel, {**constants, **parts_size}, types=types, options=options))
     for k in (16, MOST_CANDIDATES):
         sizes = {"K": k, "TOP": candidates.top(k), "BLOCK": candidates.block(width, k)}
         found.append(
@@ -347,7 +358,7 @@ def resources(case: Case, capability: int) -> dict[str, Any]:
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options=dict(case.options))
     cubin = compiled.asm["cubin"]
-    used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _dump(cubin, "resource-usage")))
+    used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", dump(cubin, "resource-usage")))
     found = {
         "registers": int(used["REG"]),
         "spilled": int(used["STACK"]) + int(used["LOCAL"]),
@@ -355,19 +366,10 @@ def resources(case: Case, capability: int) -> dict[str, Any]:
     }
     if case.logits:
         threads = WARP * compiled.metadata.num_warps
-        counts = executed(_dump(cubin, "sass"), case.turns)
+        counts = executed(dump(cubin, "sass"), case.turns)
         per_logit = (round(count * threads / case.logits, 1) for count in counts)
         found |= dict(zip(("at_least", "at_most"), per_logit, strict=True))
     return found
-
-
-def _dump(cubin: bytes, what: str) -> str:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), f"--dump-{what}", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def table(capabilities: tuple[int, ...], *names: str) -> dict[str, dict[str, dict[str, Any]]]:

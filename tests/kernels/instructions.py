@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
+
+import triton
 
 WARP = 32
 
@@ -70,3 +75,13 @@ def _instructions(sass: str) -> list[_Instruction]:
         conditional = bool(predicate) or bool(branch and re.search(r"U?P\d", rest))
         found.append(_Instruction(int(address, 16), conditional, operation, target))
     return found
+
+
+def dump(cubin: bytes, what: str) -> str:
+    """Return what cuobjdump prints of a kernel: its `resource-usage` or its `sass`."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), f"--dump-{what}", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

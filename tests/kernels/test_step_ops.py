@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dflash_kernels import accept, largest, prepare_block
+from dflash_kernels import accept, candidates, largest, prepare_block, sample_filtered
 from dflash_kernels.draft_ops import TritonOps
 from torch import Tensor
 
-from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale, gumbel
+from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale, SampleFilters, gumbel
 from sglang_dflash.drafting.ops import TorchOps
 from tests.kernels.support import DEVICE, Canaries, counted_bytes
 
@@ -121,3 +121,41 @@ def test_the_kernels_noise_is_the_targets() -> None:
         logits = torch.full((1, 1), 0.0, device=DEVICE)
         best, _ = TritonOps().largest(logits, noise, token)
         assert float(best[1, 0]) == pytest.approx(float(exact[token]), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("requests", "positions", "vocab", "dtype"),
+    [(48, 1, 20, torch.float32), (2, 2, 101, torch.bfloat16), (1, 1, 5, torch.float32)],
+    ids=str,
+)
+def test_sample_filtered(
+    requests: int, positions: int, vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several parts, with equal logits and forbidden ones, that keep few tokens or many."""
+    # The interpreter sorts slowly.
+    for module, name, value in (
+        (candidates, "CHUNK", 8), (candidates, "CHUNKS", 4),
+        (sample_filtered, "MOST_CANDIDATES", 8), (sample_filtered, "BLOCK", 32),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    count = requests * positions
+    logits = torch.randint(0, 5, (count, vocab + 3), device=DEVICE).to(dtype)[:, :vocab]
+    logits[::5, : vocab // 2] = -torch.inf
+    every = torch.arange(requests, device=DEVICE)
+    top_ks = torch.randint(2, 20, (requests,), dtype=torch.int32, device=DEVICE)
+    top_ks[every % 3 == 0] = 2**30
+    top_ks[1:2] = 1
+    temperatures = torch.rand(requests, device=DEVICE) + 1.5
+    temperatures[1:2] = 0
+    top_ps = (torch.rand(requests, device=DEVICE) + 0.7).clamp(max=1)
+    min_ps = (torch.rand(requests, device=DEVICE) / 5 - 0.1).clamp(min=0)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (requests,), device=DEVICE)
+    noise = BlockNoise(seeds, temperatures, ids(requests, most=300000))
+    filters, canaries = SampleFilters(top_ks, top_ps, min_ps), Canaries()
+    out = canaries.around(torch.full((count,), -7, dtype=torch.int64, device=DEVICE))
+    sample_filtered.sample_filtered(out, logits, noise, filters)
+    assert canaries.are_alive()
+    assert torch.equal(out, TorchOps().sample_filtered(logits, noise, filters))
+    if requests > 1:
+        likeliest = logits[positions : 2 * positions].float()
+        assert torch.equal(out[positions : 2 * positions], likeliest.argmax(-1))

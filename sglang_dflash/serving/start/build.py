@@ -43,7 +43,7 @@ from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.seeded_sampling import warm_up
 from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import extend_index_buffers, target_forward
-from sglang_dflash.serving.step.target_tokens import Largest, TargetTokens
+from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
 from sglang_dflash.serving.step.worker import DFlashWorker
 
@@ -182,8 +182,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, plan.device)
         widths = StepWidths(plan.policy, plan.model.tp, StepClock(plan.device))
-        largest = fused_sampler(plan.model.ops, runner.sampler)
-        target_tokens = TargetTokens(runner.sampler, ranks, penalties, largest)
+        fused = sampling_ops(plan.model.ops, runner.sampler)
+        target_tokens = TargetTokens(runner.sampler, ranks, penalties, fused)
         target_tokens.warm_up(vocab_size, plan.device)
         return DFlashWorker(
             verify_block=block,
@@ -297,10 +297,9 @@ def keep_last_hidden_states(model: Any) -> None:
             module.keep_last_hidden_states = True
 
 
-def fused_sampler(ops: TorchOps, sampler: Any) -> Largest | None:
-    """Return our sampling kernel for whole distributions; None for SGLang's sampler: on CPUs, under
+def sampling_ops(ops: TorchOps, sampler: Any) -> TorchOps | None:
+    """Return the operations with our sampling kernels; None for SGLang's sampler: on CPUs, under
     deterministic inference, which promises SGLang's own tokens, and with a sampler of the
     operator's own (`register_sampler_backend`)."""
-    if type(ops) is TorchOps or type(sampler) is not Sampler or sampler.enable_deterministic:
-        return None
-    return ops.largest
+    is_sglangs = type(sampler) is Sampler and not sampler.enable_deterministic
+    return ops if is_sglangs and type(ops) is not TorchOps else None

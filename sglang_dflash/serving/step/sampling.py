@@ -170,25 +170,27 @@ def repeated_sampling_info(info: SamplingBatchInfo, times: int) -> SamplingBatch
 
 
 def is_unfiltered(batch: ScheduleBatch) -> bool:
-    """Return True if no sampled request uses top-k, top-p or min-p, and none asks for its sampling
-    mask."""
+    """Return True if no sampled request uses top-k, top-p or min-p."""
     info = batch.sampling_info
     if info.need_top_p_sampling or info.need_min_p_sampling:
         return False
     # SGLang turns temperature 0 to top-k 1.
     tops = (request.sampling_params.top_k for request in batch.reqs if info.need_top_k_sampling)
-    return info.sampling_mask_batch_indices is None and all(k in (1, TOP_K_ALL) for k in tops)
+    return all(k in (1, TOP_K_ALL) for k in tops)
 
 
 def block_noise(info: SamplingBatchInfo | None, seq_lens: Tensor) -> BlockNoise | None:
-    """Return the noise that the sampler draws the tokens of a block with; None if all are greedy.
+    """Return `sampled_noise`; None if all requests are greedy."""
+    return None if info is None or info.is_all_greedy else sampled_noise(info, seq_lens)
+
+
+def sampled_noise(info: SamplingBatchInfo, seq_lens: Tensor) -> BlockNoise:
+    """Return the noise that the sampler draws the tokens of a block with.
 
     Args:
-        info: with seeds, unless all requests are greedy.
+        info: with seeds.
         seq_lens: int64 `[R]`, see `BlockNoise`.
     """
-    if info is None or info.is_all_greedy:
-        return None
     # SGLang turns temperature 0 to top-k 1.
     temperatures = info.temperatures[:, 0].masked_fill(info.top_ks <= 1, 0.0)
     return BlockNoise(info.sampling_seed, temperatures, seq_lens)

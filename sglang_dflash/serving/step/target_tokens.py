@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.common.log import Log
-from sglang_dflash.drafting.noise import COUPLED, BlockNoise
+from sglang_dflash.drafting.noise import COUPLED, BlockNoise, SampleFilters
+from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
 from sglang_dflash.serving.step.penalties import BlockPenalties
 
 logger = Log(__name__)
-
-Largest = Callable[[Tensor, Any, int], tuple[Tensor, Tensor]]
 
 
 class TargetTokens:
@@ -36,12 +35,11 @@ class TargetTokens:
         sampler: Any,
         ranks: sampling.Ranks,
         penalties: BlockPenalties,
-        largest: Largest | None = None,
+        ops: TorchOps | None = None,
     ) -> None:
-        """`largest`: `TorchOps.largest` in one pass over the logits, for samples without top-k,
-        top-p and min-p; None if SGLang's sampler draws all of them."""
+        """`ops`: have kernels of samples; None if SGLang's sampler draws them."""
         self._sampler, self._ranks, self.penalties = sampler, ranks, penalties
-        self._largest = largest
+        self._ops = ops
         self._warned = set[str]()
 
     def __call__(
@@ -109,17 +107,16 @@ class TargetTokens:
     ) -> Tensor:
         """Sample a token int64 `[R * W]` from each row of the logits `[R * W, V]`.
 
-        A sample of a whole distribution is the largest of logits / temperature + noise. SGLang's
-        sampler moves eleven times the bytes for it: it makes probabilities, and their logarithms.
+        A sample is the token of the largest logit / temperature + noise. SGLang's sampler moves
+        eleven to thirty times the bytes for it: it makes probabilities, sorts them, and computes
+        their logarithms.
 
         Its sampler turns logits into probabilities in place. A copy of all of them, gigabytes for a
         large batch, is made only if something else is still to be computed from them.
         """
         logits = output.next_token_logits
-        if self._largest is not None and sampling.is_unfiltered(batch):
-            sampling.sanitize_nan_logits(logits, "sampler: next_token_logits")
-            noise = sampling.block_noise(batch.sampling_info, positions[:, 0].contiguous())
-            return self._largest(logits, noise, 0)[1][COUPLED]
+        if self._ops is not None and batch.sampling_info.sampling_mask_batch_indices is None:
+            return self._sample_by_kernels(self._ops, batch, logits, positions)
         sampled = sampling.LogitsProcessorOutput(
             next_token_logits=logits.clone() if batch.return_logprob else logits
         )
@@ -128,12 +125,28 @@ class TargetTokens:
         output.sampling_mask_output = sampled.sampling_mask_output
         return tokens
 
+    def _sample_by_kernels(
+        self, ops: TorchOps, batch: ScheduleBatch, logits: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Samples int64 `[R * W]` of logits that stay as they are."""
+        sampling.sanitize_nan_logits(logits, "sampler: next_token_logits")
+        info = batch.sampling_info
+        noise = sampling.sampled_noise(info, positions[:, 0].contiguous())
+        if sampling.is_unfiltered(batch):
+            return ops.largest(logits, noise, 0)[1][COUPLED]
+        return ops.sample_filtered(
+            logits, noise, SampleFilters(info.top_ks, info.top_ps, info.min_ps)
+        )
+
     def warm_up(self, vocab_size: int, device: torch.device) -> None:
-        """Let `largest` be compiled for the target's logits, before a request needs it."""
-        if self._largest is not None:
-            zeros = torch.zeros(1, dtype=torch.int64, device=device)
-            noise = BlockNoise(zeros, torch.ones(1, device=device), zeros)
-            self._largest(torch.zeros(1, vocab_size, device=device), noise, 0)
+        """Let the kernels of samples be compiled for the target's logits, before a request needs
+        them."""
+        if self._ops is not None:
+            zeros, ones = (make(1, device=device) for make in (torch.zeros, torch.ones))
+            noise = BlockNoise(zeros.long(), ones, zeros.long())
+            logits = torch.zeros(1, vocab_size, device=device)
+            self._ops.largest(logits, noise, 0)
+            self._ops.sample_filtered(logits, noise, SampleFilters(ones.int(), ones, zeros))
 
     def single_token_mask(self, batch: ScheduleBatch, mask: Sequence[bool]) -> Tensor | None:
         """The mask of `Step.takes_one_token` on the device, bool `[R]`; None if no request does."""

@@ -99,6 +99,10 @@ def largest(
         to.copy_(result)
 
 
+def sample_filtered(out: Tensor, logits: Tensor, noise: Any, filters: Any) -> None:
+    out.copy_(OPS.sample_filtered(logits, noise, filters))
+
+
 def block_attention(
     out: Tensor,
     q: Tensor,
@@ -143,6 +147,7 @@ OF_OPS: dict[str, Callable[..., None]] = {
     "silu_mul": kernel(silu_mul),
     "write_context": with_frequencies(write_context, 5),
     "largest": kernel(largest),
+    "sample_filtered": kernel(sample_filtered),
 }
 OF_ATTENTION: dict[str, Callable[..., None]] = {"block_attention": kernel(block_attention)}
 OF_REPLAY: dict[str, Callable[..., None]] = {"fold_": launch_fold}

@@ -43,7 +43,13 @@ def test_all_parts_on_a_cpu(
     parts = parts_in(tmp_path / "report.json")
     shown = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line[0] == "{"]
     assert shown == [{name: figures} for name, figures in parts.items()]
-    assert set(parts["kernels/tiny/8"]) == {"largest", "largest, sampled", "accept", "lookup"}
+    assert set(parts["kernels/tiny/8"]) == {
+        "largest",
+        "largest, sampled",
+        "sample_filtered",
+        "accept",
+        "lookup",
+    }
     assert parts["start/tiny"]["first_s"] > 0
     attention = parts["check/tiny"]["attention"]
     assert attention["torch"] == "as torch, not recorded"
@@ -213,7 +219,8 @@ def test_kernels_and_a_start_on_a_gpu(
     cuda, config = torch.device("cuda"), config_of("z-lab/Qwen3.8-27B-DFlash2")
     found = plans.time_kernels(config, 64, cuda, torch.bfloat16)
     assert set(found) == {
-        "largest", "largest, sampled", "accept", "lookup", "candidates", "torch.topk", "walk"
+        "largest", "largest, sampled", "sample_filtered", "accept", "lookup", "candidates",
+        "torch.topk", "walk",
     }  # fmt: skip
     assert found["candidates"]["floor_bytes"] == 64 * 7 * 248320 * 2
     assert all(of["graph_ms"] == 2.0 for of in found.values())

@@ -1,0 +1,164 @@
+"""A token of each row, sampled from those that top-k, top-p and min-p keep. The logits are read
+once, and again for rows whose filters keep more than `MOST_CANDIDATES` tokens. Names as in
+`gated_delta_fold`.
+
+A sample is the token with the largest noisy score among those that are kept, and a token is kept or
+not by what precedes it in the order of logits. So a row that keeps many takes the largest score of
+all tokens; if that token is not kept, the largest of the tokens before it; and so on. Most take the
+first: it is a sample of the whole distribution, most of which is kept.
+
+Letters in shapes: R requests; P positions; N = R P rows; V tokens; K candidates.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dflash_kernels.candidates import Sums, candidates, inverse_temperature, part_count
+from dflash_kernels.largest import begin_hash, end_hash, first_largest, gumbel
+from dflash_kernels.traffic import Traffic
+from sglang_dflash.checkpoint.heads.dflash2 import MOST_CANDIDATES
+from sglang_dflash.drafting.noise import BlockNoise, SampleFilters
+
+# Columns of a turn.
+BLOCK = 1024
+
+
+@triton.jit
+def total_weight(p_maxima, p_sums, i_n, i_scale, PARTS, BLOCK_PARTS: tl.constexpr):
+    """The largest logit of a row, and the sum of exp((logit - largest) / temperature)."""
+    o_p = tl.arange(0, BLOCK_PARTS)
+    m_p = o_p < PARTS
+    b_maxima = tl.load(p_maxima + i_n * PARTS + o_p, mask=m_p, other=float("-inf"))
+    b_sums = tl.load(p_sums + i_n * PARTS + o_p, mask=m_p, other=0.0)
+    i_max = tl.max(b_maxima)
+    return i_max, tl.sum(b_sums * tl.exp((b_maxima - i_max) * i_scale))
+
+
+@triton.jit
+def are_kept(b_rank, b_likelier, b_weight, p_top_ks, p_top_ps, p_min_ps, i_r, i_total):
+    """Return whether the filters keep tokens of these ranks and weights; the likeliest token has
+    weight 1. `b_likelier`: the sum of the weights of the tokens before them."""
+    i_top_p = tl.load(p_top_ps + i_r)
+    i_most = tl.where(i_top_p < 1, i_top_p * i_total, float("inf"))
+    return (
+        (b_rank < tl.load(p_top_ks + i_r))
+        & (b_likelier <= i_most)
+        & (b_weight >= tl.load(p_min_ps + i_r))
+    )
+
+
+@triton.jit(do_not_specialize=["p_sums", "POSITIONS"])
+def sample_candidates_kernel(
+    p_out, p_values, p_ids, p_maxima, p_sums, p_seeds, p_temperatures, p_seq_lens, p_top_ks,
+    p_top_ps, p_min_ps, V, POSITIONS, PARTS, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program per row. -1 where tokens beyond the candidates are kept."""
+    i_n = tl.program_id(0).to(tl.int64)
+    i_r, o_k = i_n // POSITIONS, tl.arange(0, BLOCK_K)
+    m_k = o_k < K
+    i_scale = inverse_temperature(p_temperatures + i_r)
+    i_max, i_total = total_weight(p_maxima, p_sums, i_n, i_scale, PARTS, BLOCK_PARTS)
+    b_values = tl.load(p_values + i_n * K + o_k, mask=m_k, other=float("-inf")).to(tl.float32)
+    b_ids = tl.load(p_ids + i_n * K + o_k, mask=m_k, other=0)
+    b_weights = tl.exp((b_values - i_max) * i_scale)
+    b_likelier = tl.cumsum(b_weights) - b_weights
+    b_kept = are_kept(o_k, b_likelier, b_weights, p_top_ks, p_top_ps, p_min_ps, i_r, i_total)
+    b_kept &= m_k
+    i_position = tl.load(p_seq_lens + i_r) + i_n % POSITIONS
+    b_hash = end_hash(begin_hash(tl.load(p_seeds + i_r), i_position), b_ids)
+    b_scores = tl.where(b_kept, b_values * i_scale + gumbel(b_hash), float("-inf"))
+    _, i_best = first_largest(b_scores, o_k)
+    i_kept = tl.sum(b_kept.to(tl.int32))
+    is_open = (i_kept == K) & (V > K)
+    tl.store(p_out + i_n, tl.where(is_open, -1, tl.load(p_ids + i_n * K + i_best)))
+
+
+@triton.jit
+def precede(b_x, o_v, i_x, i_v):
+    """Return whether tokens come before token `i_v` with logit `i_x`: the likelier ones do, and of
+    equally likely ones the lower ids."""
+    return (b_x > i_x) | ((b_x == i_x) & (o_v < i_v))
+
+
+@triton.jit(do_not_specialize=["p_sums", "POSITIONS"])
+def sample_others_kernel(
+    p_out, p_logits, p_maxima, p_sums, p_seeds, p_temperatures, p_seq_lens, p_top_ks, p_top_ps,
+    p_min_ps, s_logits, V, POSITIONS, PARTS, BLOCK_PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row; of a row that has its token it does nothing."""
+    i_n = tl.program_id(0).to(tl.int64)
+    i_token = tl.load(p_out + i_n).to(tl.int32)
+    if i_token < 0:
+        i_r, p_row = i_n // POSITIONS, p_logits + i_n * s_logits
+        i_scale = inverse_temperature(p_temperatures + i_r)
+        i_max, i_total = total_weight(p_maxima, p_sums, i_n, i_scale, PARTS, BLOCK_PARTS)
+        i_position = tl.load(p_seq_lens + i_r) + i_n % POSITIONS
+        i_hash = begin_hash(tl.load(p_seeds + i_r), i_position)
+        # Every token comes before this one.
+        i_last, i_last_x = V, tl.full((), float("-inf"), tl.float32)
+        while i_token < 0:
+            b_best = tl.full((BLOCK,), float("-inf"), tl.float32)
+            b_ids = tl.zeros((BLOCK,), tl.int32)
+            for i in range(0, V, BLOCK):
+                o_v = i + tl.arange(0, BLOCK)
+                b_x = tl.load(p_row + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
+                b_score = b_x * i_scale + gumbel(end_hash(i_hash, o_v))
+                b_score = tl.where(precede(b_x, o_v, i_last_x, i_last), b_score, float("-inf"))
+                b_ids = tl.where(b_score > b_best, o_v, b_ids)
+                b_best = tl.maximum(b_score, b_best)
+            _, i_last = first_largest(b_best, b_ids)
+            i_last_x = tl.load(p_row + i_last).to(tl.float32)
+            b_likelier, b_rank = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
+            for i in range(0, V, BLOCK):
+                o_v = i + tl.arange(0, BLOCK)
+                b_x = tl.load(p_row + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
+                m_before = precede(b_x, o_v, i_last_x, i_last)
+                b_rank += m_before.to(tl.int32)
+                b_likelier += tl.where(m_before, tl.exp((b_x - i_max) * i_scale), 0.0)
+            i_weight = tl.exp((i_last_x - i_max) * i_scale)
+            is_kept = are_kept(
+                tl.sum(b_rank), tl.sum(b_likelier), i_weight, p_top_ks, p_top_ps, p_min_ps, i_r,
+                i_total,
+            )  # fmt: skip
+            i_token = tl.where(is_kept, i_last, -1)
+        tl.store(p_out + i_n, i_token.to(tl.int64))
+
+
+def sample_filtered(out: Tensor, logits: Tensor, noise: BlockNoise, filters: SampleFilters) -> None:
+    """As `TorchOps.sample_filtered`, in four launches.
+
+    Args:
+        out: int64 `[N]`, written.
+        logits: `[N, V]`, rows of any stride.
+        noise, filters: see there.
+    """
+    count, width = logits.shape
+    if not count:
+        return
+    k, parts, device = min(MOST_CANDIDATES, width), part_count(width), logits.device
+    values = logits.new_empty(count, k)
+    ids = torch.empty(count, k, dtype=torch.int64, device=device)
+    maxima, sums = torch.empty(2, count, parts, dtype=torch.float32, device=device)
+    candidates(values, ids, logits, Sums(maxima, sums, noise.temperatures))
+    rows = (maxima, sums, *noise, *filters)
+    positions, sizes = count // len(noise.seeds), {"BLOCK_PARTS": triton.next_power_of_2(parts)}
+    sample_candidates_kernel[(count,)](
+        out, values, ids, *rows, width, positions, parts,
+        K=k, BLOCK_K=triton.next_power_of_2(k), **sizes, num_warps=1,
+    )  # fmt: skip
+    sample_others_kernel[(count,)](
+        out, logits, *rows, logits.stride(0), width, positions, parts, BLOCK=BLOCK, **sizes
+    )
+
+
+def traffic(values: Tensor, parts: int) -> Traffic:
+    """Bytes of the last two launches, if the candidates `[N, K]` of every row are enough."""
+    count, k = values.shape
+    of_request = 3 * 8 + 4 * 4
+    read = k * (values.element_size() + 8) + 16 + 8 * parts + of_request
+    return Traffic(count * read, 8 * count)
