@@ -20,11 +20,11 @@ CLAIMS = (
     (r"chats (\S+)x, code (\S+)x, edits (\S+)x", "demo_smollm2_cpu",
      "speedup_by_task.chat speedup_by_task.code speedup_by_task.edits"),
     (r"our draft: \*\*(\S+)x SGLang's worker\*\* \(mean of nine greedy workloads, (\S+)x to "
-     r"(\S+)x\)\. Of plain decoding: (\S+)x to (\S+)x,", "bench_smollm2_h200",
+     r"(\S+)x\)\. Against no draft: (\S+)x to (\S+)x,", "bench_smollm2_h200",
      "over_builtin_geometric_mean over_builtin.edits_8 "
      "over_builtin.code_8 over_plain.chat_32 over_plain.code_1"),
     (r"32 requests, .*: \*\*(\S+)\*\* with .*, (\S+) without; SGLang's worker (\d+) "
-     r"\(default flags: (\d+) run",
+     r"\(its default flags admit (\d+)",
      "gpu_servers_27b_defaults_h200",
      "servers.adaptive.levels.32.tokens_per_second servers.dflash.levels.32.tokens_per_second "
      "servers.builtin.levels.32.tokens_per_second servers.builtin.running_requests"),

@@ -8,6 +8,7 @@ SGLang here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -47,6 +48,10 @@ def _has(field: str) -> Callable[[Any, str | None], bool]:
 
 def _above_1(field: str) -> Callable[[Any, str | None], bool]:
     return lambda settings, _: (getattr(settings, field) or 1) > 1
+
+
+def _is_set(variable: str) -> Callable[[Any, str | None], bool]:
+    return lambda *_: os.environ.get(variable, "").lower() in ("1", "true", "yes", "y")
 
 
 def _is_disaggregated(settings: Any) -> bool:
@@ -95,6 +100,12 @@ UNSERVED = (
         "the hidden states that a draft needs are spread over stages",
         "`--tp-size`",
         note="SGLang refuses it, with its own worker, too",
+    ),
+    Unserved(
+        "SGLANG_ENABLE_PP_SPEC", _is_set("SGLANG_ENABLE_PP_SPEC"),
+        "it moves what verify forwards save of recurrent layers to rows that replay does not read",
+        "leave it unset",
+        in_docs="`SGLANG_ENABLE_PP_SPEC=1`",
     ),
     Unserved(
         "--disaggregation-mode decode with --enable-hierarchical-cache",

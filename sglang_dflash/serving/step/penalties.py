@@ -1,6 +1,6 @@
 """Penalties at every position of a drafted block, as plain decoding would apply them there.
 
-A penalty depends on the output before a position. Of a drafted position that is the committed
+A penalty depends on the output before a position. For a drafted position, that is the committed
 output and the drafts before it: if one of these is rejected, what the target says at the position
 is not used. So all positions of a block are penalized at once, and only the entries of drafted
 tokens differ between them.

@@ -124,6 +124,16 @@ def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> N
     assert unserved(*arrived, draft) == reason
 
 
+def test_a_variable_that_goes_to_the_built_in_worker(
+    resolve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang then saves recurrent layers' inputs at other rows."""
+    given, draft = resolve(server_flags()), str(PAIR.draft)
+    for value, reason in (("0", None), ("1", "SGLANG_ENABLE_PP_SPEC")):
+        monkeypatch.setenv("SGLANG_ENABLE_PP_SPEC", value)
+        assert unserved(given, resolving_view(given), draft) == reason
+
+
 @pytest.mark.parametrize("name", ["torch", "torch_native", "flash", *ATTENTION])
 def test_a_backend_of_ours_or_of_neither_is_no_reason(name: str, resolve: Any) -> None:
     given = resolve(server_flags())
