@@ -12,7 +12,7 @@ from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config, Mod
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 
 from sglang_dflash.checkpoint.precision import asks_fp8_kv, other_precision, precision
-from tests.quantized_draft import EXPORTERS
+from tests.quantized_checkpoints import EXPORTERS
 
 CONFIGS = {name: {"quantization_config": exporter.config} for name, exporter in EXPORTERS.items()}
 NAMES = {

@@ -11,7 +11,7 @@ import pytest
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.common.errors import UnsupportedDraft
 from tests.conftest import raw_config
-from tests.quantized_draft import EXPORTERS
+from tests.quantized_checkpoints import EXPORTERS
 
 CT = EXPORTERS["W4A16"].config
 GPTQ = EXPORTERS["GPTQ"].config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from sglang_dflash.drafting.dequantize import WEIGHTS
 from sglang_dflash.drafting.weights import check_new, load_model, read_tensors, save_model
 from tests.conftest import random_model, raw_config, rewrite, with_own
 from tests.drafting.test_weights import Ranks
-from tests.quantized_draft import EXPORTERS
+from tests.quantized_checkpoints import EXPORTERS
 
 DFLASH2 = with_own(selector_rank=16, selector_top_k=5, conv_kernel_size=2, conv_group_size=4)
 # compressed-tensors rounds these values to bfloat16.
@@ -73,7 +74,7 @@ def test_ranks_share_a_quantized_draft(name: str, tmp_path: Path) -> None:
 def test_modules_that_are_left_out_stay_as_they_are(tmp_path: Path) -> None:
     """Their tensors tell: names in an `ignore` list are patterns of the exporter's own model."""
     folder, plain, source = tmp_path / "quantized", tmp_path / "plain", draft(tmp_path / "source")
-    EXPORTERS["AWQ"].write(source, folder, plain, keep=("fc", "o_proj"))
+    replace(EXPORTERS["AWQ"], keep=("fc", "o_proj")).write(source, folder, plain)
     assert_same(folder, plain, torch.float32)
     assert torch.equal(state(folder)["fc.weight"], state(source)["fc.weight"])
 

@@ -111,11 +111,17 @@ def sliding(folder: Path) -> None:
         "mlp_layer_types": ["dense"] * depth,
         "sliding_window": SLIDING_WINDOW,
         "gating": "disabled",
-        # That class has an lm_head of its own in any case.
-        "tie_word_embeddings": False,
         "rope_parameters": {"full_attention": raw["rope_parameters"]},
     }
     (folder / "config.json").write_text(json.dumps({**raw, **changed}))
+    # That class has an lm_head of its own in any case.
+    _untie(folder)
+
+
+def _untie(folder: Path) -> None:
+    """Give a target an lm_head of its own, with the values of the embedding."""
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": False}))
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -170,9 +176,24 @@ def _byte_level(text: bytes) -> str:
 
 def quantized_draft(folder: Path, name: str) -> None:
     """The demo draft by that exporter, and beside it the same values as plain weights."""
-    from tests.quantized_draft import EXPORTERS  # It takes two seconds to load.
+    from tests.quantized_checkpoints import EXPORTERS  # It takes two seconds to load.
 
     EXPORTERS[name].write(PAIR.draft, folder / "quantized", folder / "plain")
+
+
+def quantized_target(folder: Path, name: str) -> None:
+    """The demo target by that exporter, and beside it the same values as plain weights. Its lm_head
+    is not the embedding."""
+    from tests.quantized_checkpoints import TARGETS
+
+    source, made = folder / "source", (folder / "quantized", folder / "plain")
+    shutil.copytree(PAIR.target, source)
+    _untie(source)
+    TARGETS[name].write(source, *made)
+    for path in made:
+        for file in source.iterdir():
+            if not (path / file.name).exists():
+                shutil.copy(file, path)
 
 
 def hybrid_draft(folder: Path) -> None:
@@ -257,6 +278,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
         f"draft-{name}": functools.partial(quantized_draft, name=name)
         for name in ("W4A16-zero-points", "FP8", "ModelOpt-NVFP4", "AWQ")
     },
+    "target-NVFP4": functools.partial(quantized_target, name="NVFP4"),
     **{f"target-{kind}": functools.partial(save_target, name=kind) for kind in KINDS},
     "kimi": save_kimi,
     "adapter": adapter,

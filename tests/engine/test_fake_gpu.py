@@ -22,7 +22,7 @@ def test_it_behaves_as_a_gpu(servers: ServerSession, tmp_path: Path) -> None:
     status, lines = nursery.run(command, log=tmp_path / "log", **g.PLAIN.env)
     assert status == 0, lines
     outcomes = json.loads(lines[-1])
-    assert len(outcomes) == 12
+    assert len(outcomes) == 13
     assert not {name: how for name, how in outcomes.items() if how is not None}
 
 

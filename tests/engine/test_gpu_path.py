@@ -23,6 +23,7 @@ from tests.engine import checks, client, faults, front_ends, workload
 from tests.engine import servers as s
 from tests.engine.checks import Seen
 from tests.engine.comparison import Row, cases, compare
+from tests.engine.near_ties import assert_same_but_for_near_ties, beside_likeliest
 from tests.engine.servers import Ask, ServerConfig
 from tests.engine.session import ServerSession
 from tests.fake_gpu import asks
@@ -56,10 +57,17 @@ def scored_alike(seen: Seen) -> None:
             assert got == pytest.approx(expected, abs=1e-3)
 
 
+def well_drafted(seen: Seen) -> None:
+    """Text that the models have memorized is drafted well, though the target is quantized."""
+    checks.drafted(seen)
+    assert workload.acceptance_length(seen.ours["alone"]) > 4
+
+
 def retracted(seen: Seen) -> None:
     assert sum(a["meta_info"]["num_retractions"] for a in checks.answers_of(seen.ours)) > 0
 
 
+GREEDY = beside_likeliest(asks.greedy)
 ALL = (asks.greedy, asks.every_sort, asks.aborted)
 TABLE = (Row(g.DFLASH, s.PLAIN, ALL, (checks.drafted, checks.proposals_from_graphs, scored_alike)),)
 LONG = (
@@ -97,6 +105,10 @@ LONG = (
         (checks.drafted, retracted, checks.rolls_back_by("replay")),
     ),
     Row(g.HYBRID_EXACT, g.HYBRID_REFERENCE, (asks.every_sort, asks.aborted), (scored_alike,)),
+    Row(g.NVFP4_PLAIN, g.NVFP4_VALUES, (GREEDY,), same=assert_same_but_for_near_ties),
+    Row(g.NVFP4, g.NVFP4_PLAIN, ALL[:1], (well_drafted, checks.proposals_from_graphs)),
+    Row(g.NVFP4, g.NVFP4_PLAIN, ALL[1:], (checks.drafted, checks.proposals_from_graphs)),
+    Row(g.NVFP4_DFLASH2, g.NVFP4_PLAIN, (asks.greedy,), (checks.drafted,)),
 )
 
 
@@ -122,6 +134,7 @@ def test_answers_are_plain_decodings(
                 g.FA3,
                 g.FLASHINFER_TARGET,
                 g.HYBRID_REPLAY,
+                g.NVFP4,
             )
         ),
     ],

@@ -146,6 +146,8 @@ def a_graph_replays_on_the_memory_of_its_capture() -> None:
 
 
 def tensors_are_made_on_the_current_device() -> None:
+    with torch.device("cuda"):
+        assert all(x.is_cuda for x in (torch.tensor(1.0), torch.empty(1)))
     with torch.cuda.device(1):
         weight = torch.nn.Linear(1, 1).cuda().weight
         made = on_gpu(1), torch.ones(1).cuda(), torch.ones(1).to("cuda"), weight
@@ -180,6 +182,23 @@ def threads_have_it_too() -> None:
     assert made[0].is_cuda
 
 
+def marlin_multiplies_by_the_values_of_nvfp4() -> None:
+    from sglang.srt.layers.quantization import marlin_utils_fp4 as sglang
+
+    from tests.quantized_checkpoints import modelopt_nvfp4
+
+    weight, x = torch.randn(96, 192), torch.randn(3, 192).bfloat16()
+    parts, values = modelopt_nvfp4(weight, weight.abs().max())
+    layer: Any = torch.nn.Module()
+    layer.output_size_per_partition, layer.input_size_per_partition = weight.shape
+    layer.params_dtype, layer.weight_global_scale = x.dtype, parts["weight_scale_2"].cuda()
+    layer.weight, layer.weight_scale = parts["weight"].cuda(), parts["weight_scale"].cuda()
+    sglang.prepare_nvfp4_layer_for_marlin(layer)
+    stored = layer.weight, layer.weight_scale, layer.weight_global_scale, layer.workspace
+    product = sglang.apply_fp4_marlin_linear(x.cuda(), *stored, *weight.shape).cpu()
+    assert torch.allclose(product.float(), x.float() @ values.T, rtol=0.02, atol=0.05)
+
+
 CLAIMS = (
     tensors_say_that_they_are_on_the_gpu,
     two_devices_are_refused,
@@ -193,6 +212,7 @@ CLAIMS = (
     a_capture_refuses_waits,
     a_generator_has_a_device,
     threads_have_it_too,
+    marlin_multiplies_by_the_values_of_nvfp4,
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 from tests.fake_gpu.gpu import GPU
 from tests.fake_gpu.graph import Capturing, CUDAGraph
@@ -222,6 +223,8 @@ def replace_tensor_methods() -> None:
     # There is no driver to pin memory.
     tensor.pin_memory = pin_memory
     tensor.is_pinned = lambda self, *_: not isinstance(self, CudaTensor) and self in GPU.pinned
+    # torch remembers which functions `with torch.device(...)` is for: the compiled ones.
+    _device_constructors()
     make, same = torch.tensor, torch._has_compatible_shallow_copy_type
 
     def new_tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:

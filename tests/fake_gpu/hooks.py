@@ -20,9 +20,17 @@ from torch import Tensor
 from sglang_dflash.plugins.platform_cpu import patches as platform_cpu
 from tests.fake_gpu.gloo import GlooCommunicator
 from tests.fake_gpu.gpu import GPU
-from tests.fake_gpu.kernels import attention, elementwise, flashinfer, recurrent, sampling, twins
+from tests.fake_gpu.kernels import (
+    attention,
+    elementwise,
+    flashinfer,
+    marlin,
+    recurrent,
+    sampling,
+    twins,
+)
 from tests.fake_gpu.launches import function, kernel
-from tests.fake_gpu.tensor import COMPILED, CudaTensor
+from tests.fake_gpu.tensor import COMPILED, CudaTensor, new_parameter
 
 # A variable of a server: SGLang's attention in the interpreter, 50 times slower than torch code.
 INTERPRETED_ATTENTION = "FAKE_GPU_INTERPRETED_ATTENTION"
@@ -59,7 +67,11 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 def load_jit(name: str, *args: Any, **_: Any) -> SimpleNamespace:
     """Stand-in for SGLang's compiler of CUDA modules."""
-    modules = {**elementwise.MODULES, "speculative_sampling": speculative_sampling}
+    modules = {
+        **elementwise.MODULES,
+        **marlin.MODULES,
+        "speculative_sampling": speculative_sampling,
+    }
     if name not in modules:
         raise NotImplementedError(f"tests/fake_gpu/kernels has no torch code for the JIT's {name}")
     values = [x for each in args for x in (each if isinstance(each, list | tuple) else [each])]
@@ -200,6 +212,11 @@ def resolved(name: str) -> Callable[..., Any]:
     )
 
 
+def parameters(module: Any) -> None:
+    """The class of parameters that know how they are loaded."""
+    module.BasevLLMParameter.__new__ = new_parameter
+
+
 def internal_state(module: Any) -> None:
     """/server_info tells of the GPU, too."""
     owner = module.SchedulerInternalStateController
@@ -240,6 +257,7 @@ HOOKS: dict[str, Hook] = {
     "dflash_kernels.draft_attention": draft_attention,
     "sglang.srt.distributed.device_communicators.pynccl": pynccl,
     f"{BREAKABLE}.breakable_cuda_graph": breakable_graphs,
+    "sglang.srt.layers.parameter": parameters,
     "sglang.srt.managers.scheduler_components.internal_state": internal_state,
 }
 

@@ -158,6 +158,20 @@ HYBRID_SNAPSHOT = HYBRID_REPLAY.named("gpu-hybrid-snapshot").having(
 HYBRID_BUILTIN = HYBRID_REPLAY.named("gpu-hybrid-builtin").having(
     speculative_dflash_worker="builtin"
 )
+
+
+# With the lm_head.
+NVFP4_PLAIN = (
+    PLAIN.named("gpu-NVFP4-plain")
+    .having(model_path=f"{FILES}/target-NVFP4/quantized", dtype="bfloat16")
+    .with_env(**{TWINS: "1"})
+)
+NVFP4 = NVFP4_PLAIN.named("gpu-NVFP4").having(**drafting(DENSE.draft))
+# The same values as plain weights.
+NVFP4_VALUES = NVFP4_PLAIN.named("gpu-NVFP4-values").having(
+    model_path=f"{FILES}/target-NVFP4/plain"
+)
+NVFP4_DFLASH2 = NVFP4.named("gpu-NVFP4-dflash2").having(**SECOND)
 # With graphs of prefills of up to 128 tokens.
 GRAPHS: dict[str, Any] = {"cuda_graph_backend_prefill": None, "cuda_graph_max_bs_prefill": 128}
 HYBRID_GRAPHS = HYBRID_REPLAY.named("gpu-hybrid-prefill-graphs").having(**GRAPHS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,22 @@ class CudaTensor(Tensor):
         return CudaTensor(self.host.clone(), self.device)
 
 
+@functools.cache
+def on_gpu_too(parameter: type[Tensor]) -> type[CudaTensor]:
+    """The subclass of a class of parameters whose tensors are on the GPU."""
+    return type(parameter.__name__, (parameter, CudaTensor), {})
+
+
+def new_parameter(cls: type[Tensor], data: Tensor, **_: Any) -> Tensor:
+    """`__new__` of a class of parameters: torch's own gives a custom tensor the class of `data`."""
+    if not isinstance(data, CudaTensor):
+        return torch.nn.Parameter.__new__(cls, data, requires_grad=False)
+    made: Any = CudaTensor.__new__(on_gpu_too(cls), data.host, data.device)
+    CudaTensor.__init__(made, data.host)
+    made._is_param = True
+    return made
+
+
 class OnGpu(TorchDispatchMode):
     """Within it, factories make tensors on the faked GPU. Every thread needs it."""
 
@@ -129,7 +146,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in COMPILED and (on_gpu or not on_host):
         return COMPILED[name](*args, **kwargs)
     if on_gpu and name in REGISTERED:
-        return REGISTERED[name](*args, **kwargs)
+        # Python code, which may make tensors on the GPU.
+        with OnGpu():
+            return REGISTERED[name](*args, **kwargs)
     asked = kwargs.get("device")
     asked = None if asked is None else torch.device(asked)
     if not on_gpu and (asked is None or asked.type != "cuda"):

@@ -21,7 +21,7 @@ from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
 from sglang_dflash.serving.draft_weights.updates import BUCKET, with_draft
 from tests.conftest import random_model, raw_config, rewrite, with_own
 from tests.patches.originals import original
-from tests.quantized_draft import EXPORTERS
+from tests.quantized_checkpoints import EXPORTERS
 
 MANAGER = weight_updater.SchedulerWeightUpdaterManager
 SGLANGS_CHOICE = original(f"{MANAGER.__module__}.{MANAGER.__qualname__}._select_runners")

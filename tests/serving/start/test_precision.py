@@ -21,7 +21,7 @@ from sglang_dflash.serving.start import check_pair
 from sglang_dflash.serving.start.choose_worker import unserved
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.broken_drafts import server_flags
-from tests.quantized_draft import EXPORTERS
+from tests.quantized_checkpoints import EXPORTERS
 from tests.serving.in_process import decode_of, filled, worker_of
 from tests.serving.published import Arrived, serving
 

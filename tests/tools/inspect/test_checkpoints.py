@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dflash.tools import cli
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
-from tests.quantized_draft import EXPORTERS
+from tests.quantized_checkpoints import EXPORTERS
 from tests.tools.inspect.pairs import inspected, refusal
 
 PAIR = demo_pair("dense")

@@ -1,4 +1,4 @@
-"""Quantized drafts, as exporters write them, beside the same values as plain weights.
+"""Quantized models, as exporters write them, beside the same values as plain weights.
 
 Of compressed-tensors the library itself writes and reads. The other layouts are written here number
 by number, by what their exporters and the kernels of SGLang say of them.
@@ -22,6 +22,11 @@ from torch import Tensor
 GROUP = 16
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 Parts = dict[str, Tensor]
+# Projections that servers multiply by at once: a scale of a whole tensor is the same for all.
+STACKED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+)
 
 
 @dataclass(frozen=True)
@@ -30,26 +35,28 @@ class Exporter:
 
     Attributes:
         config: its `quantization_config`.
-        quantize: the tensors of a module's weight `[out, in]`, and the values they stand for.
+        quantize: the tensors of a module's weight `[out, in]`, and the values they stand for; it is
+            also given the largest magnitude in what servers stack with that weight.
         file: the JSON file that has the config, under another key, in place of config.json.
+        keep: parts of the names of tensors that stay as they are, as all do that are no matrices.
     """
 
     config: Mapping[str, Any]
-    quantize: Callable[[Tensor], tuple[Parts, Tensor]]
+    quantize: Callable[[Tensor, Tensor], tuple[Parts, Tensor]]
     file: str | None = None
+    keep: tuple[str, ...] = ("norm", "conv")
 
-    def write(
-        self, source: Path, folder: Path, plain: Path, keep: tuple[str, ...] = ("norm", "conv")
-    ) -> None:
-        """Write a draft to `folder`, quantized, and to `plain`, with the same values. Tensors stay
-        as they are that are no matrices, or whose names have a part of `keep`."""
+    def write(self, source: Path, folder: Path, plain: Path) -> None:
+        """Write a model to `folder`, quantized, and to `plain`, with the same values."""
+        tensors = load_file(source / "model.safetensors")
         stored, dense = {}, {}
-        for name, tensor in load_file(source / "model.safetensors").items():
+        for name, tensor in tensors.items():
             dense[name] = stored[name] = tensor
-            if tensor.ndim != 2 or any(part in name for part in keep):
+            if tensor.ndim != 2 or any(part in name for part in self.keep):
                 continue
             del stored[name]
-            parts, dense[name] = self.quantize(tensor.float())
+            largest = max(part.abs().max() for part in _stacked(name, tensors)).float()
+            parts, dense[name] = self.quantize(tensor.float(), largest)
             module = name.removesuffix(".weight")
             stored |= {f"{module}.{part}": own.contiguous() for part, own in parts.items()}
             dense[name] = dense[name].contiguous()
@@ -62,6 +69,14 @@ class Exporter:
         if self.file is not None:
             (folder / "config.json").write_text(json.dumps(raw))
             (folder / self.file).write_text(json.dumps({"quantization": dict(self.config)}))
+
+
+def _stacked(name: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """A module's weight and those that it is stacked with."""
+    parts = name.split(".")
+    beside = next((names for names in STACKED if parts[-2] in names), parts[-2:-1])
+    names = (".".join((*parts[:-2], each, parts[-1])) for each in beside)
+    return [tensors[each] for each in names if each in tensors]
 
 
 def _groups(weight: Tensor) -> Tensor:
@@ -96,7 +111,7 @@ def _words(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> Ten
     return torch.from_numpy(words.view(np.int32))
 
 
-def awq(weight: Tensor) -> tuple[Parts, Tensor]:
+def awq(weight: Tensor, _largest: Tensor) -> tuple[Parts, Tensor]:
     codes, scales, zeros = _integers(weight, symmetric=False)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     parts = {
@@ -107,10 +122,10 @@ def awq(weight: Tensor) -> tuple[Parts, Tensor]:
     return parts, _values(codes, scales, zeros)
 
 
-def gptq(act_order: bool, less: int) -> Callable[[Tensor], tuple[Parts, Tensor]]:
+def gptq(act_order: bool, less: int) -> Callable[[Tensor, Tensor], tuple[Parts, Tensor]]:
     """`less`: what is taken from a zero point before it is stored."""
 
-    def quantize(weight: Tensor) -> tuple[Parts, Tensor]:
+    def quantize(weight: Tensor, _largest: Tensor) -> tuple[Parts, Tensor]:
         columns = torch.arange(weight.shape[1])
         if act_order:
             columns = columns.flip(0)
@@ -132,14 +147,14 @@ def gptq(act_order: bool, less: int) -> Callable[[Tensor], tuple[Parts, Tensor]]
     return quantize
 
 
-def modelopt_fp8(weight: Tensor) -> tuple[Parts, Tensor]:
-    scale = weight.abs().max() / 448
+def modelopt_fp8(weight: Tensor, largest: Tensor) -> tuple[Parts, Tensor]:
+    scale = largest / 448
     codes = (weight / scale).to(torch.float8_e4m3fn)
     parts = {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(())}
     return parts, codes.float() * scale
 
 
-def fp8_blocks(weight: Tensor) -> tuple[Parts, Tensor]:
+def fp8_blocks(weight: Tensor, _largest: Tensor) -> tuple[Parts, Tensor]:
     """Blocks of 24 x 20, which leave the last ones smaller."""
     rows, columns = (
         torch.arange(n) // size for n, size in zip(weight.shape, (24, 20), strict=True)
@@ -153,8 +168,8 @@ def fp8_blocks(weight: Tensor) -> tuple[Parts, Tensor]:
     return {"weight": codes, "weight_scale_inv": scales}, codes.float() * spread
 
 
-def modelopt_nvfp4(weight: Tensor) -> tuple[Parts, Tensor]:
-    whole = weight.abs().max() / (6 * 448)
+def modelopt_nvfp4(weight: Tensor, largest: Tensor) -> tuple[Parts, Tensor]:
+    whole = largest / (6 * 448)
     scales = (_groups(weight).abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
     spread = (scales.float() * whole).repeat_interleave(GROUP, 1)
     ratios = (weight / spread).nan_to_num().numpy()
@@ -168,12 +183,12 @@ def modelopt_nvfp4(weight: Tensor) -> tuple[Parts, Tensor]:
 
 def compressed(
     layout: str, scale_dtype: torch.dtype = torch.float32, **weights: Any
-) -> Callable[[Tensor], tuple[Parts, Tensor]]:
+) -> Callable[[Tensor, Tensor], tuple[Parts, Tensor]]:
     """Compress and decompress as the library does; scales are by the largest of each group."""
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     codec = BaseCompressor.get_value_from_registry(layout)
 
-    def quantize(weight: Tensor) -> tuple[Parts, Tensor]:
+    def quantize(weight: Tensor, _largest: Tensor) -> tuple[Parts, Tensor]:
         given = _observed(weight, scheme.weights, scale_dtype)
         parts = codec.compress({"weight": weight, **given}, scheme)
         # The library rounds products to the dtype of the scales.
@@ -234,4 +249,13 @@ EXPORTERS: Mapping[str, Exporter] = {
     "GPTQ": Exporter(_GPTQ, gptq(act_order=False, less=1)),
     "GPTQ-act-order": Exporter({**_GPTQ, "desc_act": True}, gptq(True, less=1)),
     "GPTQ-v2": Exporter({**_GPTQ, "checkpoint_format": "gptq_v2"}, gptq(False, less=0)),
+}
+
+# Targets, with the lm_head.
+TARGETS: Mapping[str, Exporter] = {
+    "NVFP4": Exporter(
+        {"quant_method": "modelopt", **_NVFP4, "exclude_modules": ["*embed_tokens*"]},
+        modelopt_nvfp4,
+        keep=("norm", "embed"),
+    ),
 }
