@@ -259,19 +259,21 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
             bonus, seq_lens, block, config.mask_token_id
         ),
         "largest": lambda ops: ops.largest(logits, noise, 0)[:1],
-        "sample_filtered": lambda ops: (_scores_of_samples(ops, logits, noise),),
+        # Few tokens are kept, and many.
+        "sample_filtered": lambda ops: [
+            _scores_of_samples(ops, logits[:REQUESTS], noise, top_k) for top_k in (20, 4096)
+        ],
         "accept": lambda ops: ops.accept(drafts, target),
     }
     return cases
 
 
-def _scores_of_samples(ops: TorchOps, logits: Tensor, noise: BlockNoise) -> Tensor:
+def _scores_of_samples(ops: TorchOps, logits: Tensor, noise: BlockNoise, top_k: int) -> Tensor:
     """The scores of filtered samples: of those that are equal but for rounding, either is right."""
     is_sampled = noise.temperatures > 0
+    top_ks = torch.where(is_sampled, top_k, 1).int()
     top_ps, min_ps = (torch.full_like(noise.temperatures, share) for share in (0.9, 0.01))
-    tokens = ops.sample_filtered(
-        logits, noise, SampleFilters(is_sampled.int() * 19 + 1, top_ps, min_ps)
-    )
+    tokens = ops.sample_filtered(logits, noise, SampleFilters(top_ks, top_ps, min_ps))
     ids = torch.arange(logits.shape[1], device=logits.device)
     scores = noise.scores(logits.unflatten(0, (len(is_sampled), -1)), ids).flatten(0, 1)
     # A wrong kernel may return any number.
