@@ -34,15 +34,15 @@ def noise(*key: int, size: int) -> Tensor:
 def fix_the_choice(lookup: Any) -> None:
     """Let the choice between the draft and lookup depend on the match only, as after a poor draft.
     It learns from all requests otherwise."""
-    source, learn = lookup._source, lookup._source.learn
+    source, learn = lookup._source, lookup.learn
     source.totals[1, DRAFT, CLASSES] *= 0.1
     totals = source.totals.clone()
 
-    def count_only(*step: Any) -> None:
-        learn(*step)
+    def count_only(accepted: Any) -> None:
+        learn(accepted)
         source.totals.copy_(totals)
 
-    source.learn = count_only
+    lookup.learn = count_only
 
 
 class SecretTarget:
