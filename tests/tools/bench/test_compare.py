@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +373,15 @@ def test_results_that_cannot_be_written_are_refused_before_anything_runs(
     assert code == 1 and not out and f"--out: '{tmp_path}/table.md'; it cannot be written" in err
 
 
+@pytest.fixture
+def _heard() -> Iterator[None]:
+    """SIGINT is heard also in a session that was started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heard")
 def test_ctrl_c_is_one_line(tmp_path: Path, capsys: Captured) -> None:
     def interrupts(_: Any) -> list[str]:
         os.kill(os.getpid(), signal.SIGINT)
