@@ -99,6 +99,12 @@ def largest(
         to.copy_(result)
 
 
+def candidates(values: Tensor, columns: Tensor, logits: Tensor) -> None:
+    found = OPS.candidates(logits, values.shape[1])
+    for to, result in zip((values, columns), found, strict=True):
+        to.copy_(result)
+
+
 def sample_filtered(out: Tensor, logits: Tensor, noise: Any, filters: Any) -> None:
     out.copy_(OPS.sample_filtered(logits, noise, filters))
 
@@ -147,6 +153,7 @@ OF_OPS: dict[str, Callable[..., None]] = {
     "silu_mul": kernel(silu_mul),
     "write_context": with_frequencies(write_context, 5),
     "largest": kernel(largest),
+    "candidates": kernel(candidates),
     "sample_filtered": kernel(sample_filtered),
 }
 OF_ATTENTION: dict[str, Callable[..., None]] = {"block_attention": kernel(block_attention)}
