@@ -130,7 +130,7 @@ def sample_others_kernel(
 
 
 def sample_filtered(out: Tensor, logits: Tensor, noise: BlockNoise, filters: SampleFilters) -> None:
-    """As `TorchOps.sample_filtered`, in four launches.
+    """Write what its twin, `TorchOps.sample_filtered`, returns to `out`, in four launches.
 
     Args:
         out: int64 `[N]`, written.

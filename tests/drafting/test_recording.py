@@ -184,7 +184,7 @@ def test_replayed_steps_are_the_eager_ones(
 
 
 def test_steps_are_recorded_again_when_weights_are_elsewhere() -> None:
-    """As the target's are after an update; the requests that run go on, and counts as well."""
+    """An update records the target's graphs again; running requests and counts go on."""
     slots = table()
     plain, inner = (drafter_of(12) for _ in range(2))
     recorded = graphed(inner, slots)

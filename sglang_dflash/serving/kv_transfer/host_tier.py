@@ -228,7 +228,7 @@ class HostTier:
         share = group.fair_share(1, self._carried)
         if isinstance(group.cache, RingKVCache):
             return share
-        # An entry per slot is nobody else's: what a draft can see has room in any case.
+        # With an entry per slot, whatever a draft can see has room.
         return max(share, group.reach.tokens_read(sys.maxsize))
 
 
