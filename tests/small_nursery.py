@@ -5,6 +5,6 @@ from __future__ import annotations
 from tests.engine import nursery
 
 if __name__ == "__main__":
-    nursery.IMPORTED = ()
+    nursery.prepare = lambda: None
     nursery.read_environment = lambda metrics: None
     nursery.main()

@@ -41,6 +41,7 @@ IMPORTED = (
     # All models. SGLang's hooks reach names that were imported before, too.
     "sglang.srt.models.registry",
 )
+_BINDINGS = "tests.engine.bindings"
 # The variable that names a folder of the whole test session (see tests/conftest.py, which this
 # process need not import).
 SHARED_FOLDER = "SGLANG_DFLASH_TEST_FOLDER"
@@ -98,9 +99,15 @@ def _be(asked: dict[str, Any]) -> NoReturn:
         os._exit(code)
 
 
-def main() -> None:
-    for name in IMPORTED:
+def prepare() -> None:
+    """Import what servers need, and read the names to which they propagate hooks."""
+    for name in (*IMPORTED, _BINDINGS):
         importlib.import_module(name)
+    sys.modules[_BINDINGS].read_once()
+
+
+def main() -> None:
+    prepare()
     # A server searches for garbage whenever it measures memory: not among what is imported here.
     gc.freeze()
     # Ctrl-C reaches the whole process group. This process ends with the one that asks, however that

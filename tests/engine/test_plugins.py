@@ -1,6 +1,6 @@
 """Patches of SGLang that each documented value of SGLANG_PLUGINS installs: in every process, and in
-a scheduler process that our worker serves. (Requests without the repairs: test_exactness.py,
-`worker-only`.)"""
+a scheduler process that our worker serves; and that servers of the tests have them wherever SGLang
+would put them (bindings.py). (Requests without the repairs: test_exactness.py, `worker-only`.)"""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from tests.engine.session import ServerSession
 
 LOADED = """
 import json
+import pkgutil
+import sys
+from sglang.srt.plugins import hook_registry
+# A copy in a module that the nursery does not know.
+from sglang.srt.utils import kill_itself_when_parent_died
 from sglang_dflash.plugins.platform_cpu import patches as platform_cpu
 from sglang_dflash.plugins.repairs import patches as repairs
 from sglang_dflash.patches.patch import _in_place, install_late, load_plugins
@@ -33,12 +38,28 @@ def in_place():
         for name, table in tables.items()
     }
 
+def unpatched():
+    originals = {}
+    for target in hook_registry.HookRegistry._patched:
+        function = pkgutil.resolve_name(target)
+        for _ in hook_registry.HookRegistry._hooks[target]:
+            function = function.__wrapped__
+        originals[id(function)] = function
+    modules = [module for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
+    return [
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, value in list(vars(module).items())
+        if id(value) in originals
+    ]
+
 _, problem = load_plugins()
 loaded = in_place()
 if loaded["serving"]:
     # As our worker does.
     install_late(worker, "a test")
-print(json.dumps({"problem": problem, "loaded": loaded, "served": in_place()}))
+found = {"problem": problem, "loaded": loaded, "served": in_place(), "unpatched": unpatched()}
+print(json.dumps(found))
 """
 NOTHING = dict.fromkeys(("sampling", "worker", "serving", "repairs", "platform_cpu"), "")
 WORKER_ONLY = {**NOTHING, "serving": "all", "platform_cpu": "all"}
@@ -64,4 +85,4 @@ def test_a_value_installs_whole_tables(
     status, lines = servers.nursery.run(str(script), log=tmp_path / "log", SGLANG_PLUGINS=value)
     assert status == 0, lines[-20:]
     found = json.loads(lines[-1])
-    assert found == {"problem": None, "loaded": loaded, "served": served}
+    assert found == {"problem": None, "loaded": loaded, "served": served, "unpatched": []}
