@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from tests.fake_gpu.gpu import GPU
 from tests.fake_gpu.launches import launched
 from tests.fake_gpu.tensor import CudaTensor
+from tests.interpreter import replacements
 
 PROPERTIES = {
     "multiprocessor_count": 132,
@@ -95,19 +95,12 @@ def run_grid(executor: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def patch_language_once() -> None:
-    """The interpreter replaces all of triton.language for every launch and call of a function, and
-    looks up a dtype among all: half of its time."""
+    """The interpreter replaces all of triton.language for every launch and call of a function."""
     modules = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     interpreter._patch_lang(modules)
     interpreter._patch_lang = lambda function: None
-    looked_up = functools.cache(interpreter._get_np_dtype)
-
-    def numpy_dtype(dtype: Any) -> np.dtype[Any]:
-        element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
-        is_pointer = isinstance(element, tl.pointer_type)
-        return np.dtype(np.uint64) if is_pointer else looked_up(element)
-
-    interpreter._get_np_dtype = numpy_dtype
+    for owner, name, faster in replacements():
+        setattr(owner, name, faster)
 
 
 def is_bfloat16(handle: Any) -> bool:

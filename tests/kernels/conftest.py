@@ -9,6 +9,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tests.interpreter import replacements
+
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +22,8 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         return
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for owner, name, faster in replacements():
+        monkeypatch.setattr(owner, name, faster)
     dot, convert = InterpreterBuilder.create_dot, interpreter._convert_float
     multiply = InterpreterBuilder.create_fmul
 
