@@ -36,7 +36,8 @@ class Bindings:
         """Imported modules whose names have not been read."""
         known = self._modules
         others = [module for module in list(sys.modules.values()) if id(module) not in known]
-        return [module for module in others if isinstance(module, ModuleType)]
+        # `isinstance` would load what stands there for a module.
+        return [module for module in others if issubclass(type(module), ModuleType)]
 
     def propagate(self, original: object, wrapped: object, source: object) -> int:
         """Let every name of `original`, but for those in `source`, stand for `wrapped`. Returns
