@@ -165,6 +165,8 @@ def late_bound_math(module: Any) -> None:
 
 def draft_ops(module: Any) -> None:
     choose_twins(module, twins.OF_OPS)
+    # The class has it of before.
+    module.TritonOps.write_context = staticmethod(module.write_context)
 
 
 def draft_attention(module: Any) -> None:
