@@ -1,4 +1,4 @@
-"""What Triton's interpreter does for each element, for whole arrays: half of its time and more."""
+"""Array operations in place of loops of Triton's interpreter that took most of its time."""
 
 from __future__ import annotations
 

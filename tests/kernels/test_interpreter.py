@@ -1,4 +1,4 @@
-"""What tests/interpreter.py puts into Triton's interpreter has the results of what was there."""
+"""The array operations of tests/interpreter.py have the results of the interpreter's loops."""
 
 from __future__ import annotations
 
