@@ -27,10 +27,10 @@ from dflash_kernels import (
     convolve,
     draft_source,
     gated_delta_fold,
-    largest,
     prepare_block,
     qk_norm_rope,
     sample_filtered,
+    sample_whole,
     silu_mul,
     text_match,
     walk,
@@ -203,10 +203,10 @@ def _candidates(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
 
 
 def _walk(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
-    ids, hidden, seeds = args[2], args[3], args[7]
-    size, noise = hidden.element_size(), seeds is not None
+    ids, hidden, seeds = args[3], args[5], args[8]
+    size, rank = (0, 0) if hidden is None else (hidden.element_size(), hidden.shape[-1])
     requests, drafts, k = ids.shape
-    return walk.traffic(requests, drafts, k, hidden.shape[-1], size, noise=noise)
+    return walk.traffic(requests, drafts, k, rank, size, noise=seeds is not None)
 
 
 def _take_match(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
@@ -225,15 +225,15 @@ KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
     "convolve_kernel": _convolve,
     "largest_of_chunks_kernel": _largest_of_chunks,
     "candidates_kernel": _candidates,
-    "sample_candidates_kernel": lambda _, args, __: sample_filtered.traffic(args[1], args[13]),
+    "sample_candidates_kernel": lambda _, args, __: sample_filtered.traffic(args[1], args[19]),
     "walk_kernel": _walk,
     # Both launches.
-    "largest_kernel": lambda _, args, __: largest.traffic(
+    "sample_whole_kernel": lambda _, args, __: sample_whole.traffic(
         args[2].shape[0], args[2].shape[1], args[2].element_size()
     ),
     # The launch before has counted for it.
     **dict.fromkeys(
-        ("merge_kernel", "merge_largest_kernel", "sample_others_kernel"), lambda *_: Traffic(0, 0)
+        ("merge_kernel", "merge_samples_kernel", "sample_others_kernel"), lambda *_: Traffic(0, 0)
     ),
     "fold_kernel": _fold,
     "move_windows_kernel": _move_windows,
@@ -253,7 +253,7 @@ KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
 READS_LOGITS = {
     "largest_of_chunks_kernel": ("largest_of_chunks sums={HAS_SUMS}", 3),
     "candidates_kernel": ("candidates 262144 k{K}", 3),
-    "largest_kernel": ("largest", 2),
+    "sample_whole_kernel": ("sample_whole drawn=False", 2),
 }
 
 

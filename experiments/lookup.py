@@ -33,6 +33,7 @@ from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.draft_source import DraftsBySource, DraftSource
+from sglang_dflash.drafting.noise import likeliest
 from sglang_dflash.drafting.options import Options as DraftOptions
 from sglang_dflash.drafting.text_match import SHORTEST_MATCH, find_match
 from sglang_dflash.tools.bench import datasets
@@ -122,7 +123,7 @@ def learn_source(width: int | None = None) -> Rule:
             torch.tensor([pad(at.looked_up, count)]),
         )
         match = torch.tensor([at.match])
-        classes = source.classes(match, drafts, looked_up)
+        classes = source.classes(match, drafts[:, 0] == looked_up[:, 0])
         looks_up = source.prefers_lookup(classes, count)
         proposal = (looked_up if looks_up else drafts)[0].tolist()
         right = count_accepted(proposal, at.continuation)
@@ -195,7 +196,8 @@ def replay(
     positions = []
     for at in torch.arange(len(prompt), total - 1).split(BATCH):
         rows = torch.zeros_like(at)
-        drafts = drafter.propose(text[at], RequestSlots(slots[None].int(), rows, at, total))[:, 1:]
+        context = RequestSlots(slots[None].int(), rows, at, total)
+        drafts = likeliest(drafter.propose(text[at], context))[:, 1:]
         requests = RequestSlots(text[None].int(), rows, at, total - 1)
         match, looked_up = find_match(text[at], requests.req_to_token, requests, WIDEST - 1)
         parts: list[Tensor] = [drafts, match, looked_up]

@@ -1,14 +1,17 @@
-"""Acceptance length of coupled drafts by temperature, in the loop over Transformers.
+"""Acceptance length of sampled drafts by temperature, in the loop over Transformers.
 
-Uses the built-in chat prompts on the `smollm2` pair, whose draft was not trained on them. Sampling
-has seeds, so that both arms generate the same text and only the drafts differ. `argmax` drafts the
-likeliest tokens, as for greedy requests; `coupled` follows the target's random numbers where that
-has guessed more tokens, in this answer or earlier ones. If an answer differs, nothing is reported.
+Uses the built-in chat prompts on the `smollm2` pair, whose draft was not trained on them. `argmax`
+drafts the likeliest tokens, as for greedy requests; `coupled` follows the target's random numbers
+where that has guessed more tokens, in this answer or earlier ones. Both have seeds, and generate
+the same text: if an answer differs, nothing is reported. `drawn` is for requests without a seed:
+drafts are drawn from the draft's distribution, and its texts are others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +45,9 @@ class ArgmaxDrafts(Sampler):
         del length
 
 
-ARMS: dict[str, type[Sampler]] = {"argmax": ArgmaxDrafts, "coupled": Sampler}
+ARMS: dict[str, Callable[..., Sampler]] = {
+    "argmax": ArgmaxDrafts, "coupled": Sampler, "drawn": partial(Sampler, draws=True),
+}  # fmt: skip
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -69,7 +74,8 @@ def run(options: Options) -> dict[str, Any]:
                         choose=sampler(how[0], 0, how[1], seed),
                         drafts=drafts[how],
                     )
-                    answers.add(tuple(out.tokens))
+                    if arm != "drawn":
+                        answers.add(tuple(out.tokens))
                     counts[how, arm] += VerifySteps(len(out.committed), sum(out.committed))
                 if len(answers) > 1:
                     raise RuntimeError(f"prompt {seed}: its answer depends on how it is drafted")
@@ -77,8 +83,8 @@ def run(options: Options) -> dict[str, Any]:
     rows = []
     for temperature, top_p in SETTINGS:
         lengths = {arm: counts[(temperature, top_p), arm].acceptance_length or 0 for arm in ARMS}
-        gain = lengths["coupled"] / lengths["argmax"]
-        row = {"temperature": temperature, "top_p": top_p, **lengths, "gain": gain}
+        row = {"temperature": temperature, "top_p": top_p, **lengths}
+        row["gain"] = lengths["drawn"] / lengths["argmax"]
         rows.append({name: round(value, 3) for name, value in row.items()})
     return {"rows": rows}
 
@@ -86,6 +92,7 @@ def run(options: Options) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> list[str]:
     return [
         f"temperature {row['temperature']}, top-p {row['top_p']}: {row['argmax']:.3f} tokens per "
-        f"step with argmax drafts, {row['coupled']:.3f} with coupled ones ({row['gain']:.3f} times)"
+        f"step with argmax drafts, {row['coupled']:.3f} with coupled ones, {row['drawn']:.3f} with "
+        f"drawn ones ({row['gain']:.3f} times)"
         for row in result["rows"]
     ]

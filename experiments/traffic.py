@@ -42,7 +42,7 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import LIKELIEST, BlockNoise
+from sglang_dflash.drafting.noise import BlockNoise, likeliest
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.options import Options as DraftOptions
 from sglang_dflash.drafting.options import ResolvedOptions
@@ -73,7 +73,8 @@ INSTRUCTIONS_PER_BYTE = PROCESSORS * 128 * 1.7e9 / 3.35e12
 SHORT = {
     ("z-lab/Qwen3.8-27B-DFlash2", 48, "propose"): 1.092,
     ("z-lab/Qwen3.8-27B-DFlash2", 64, "propose"): 1.107,
-    ("z-lab/Qwen3-8B-DFlash-b16", 64, "propose"): 1.107,
+    ("z-lab/Qwen3-8B-DFlash-b16", 32, "propose"): 1.082,
+    ("z-lab/Qwen3-8B-DFlash-b16", 64, "propose"): 1.108,
     ("z-lab/Qwen3.5-27B-DFlash", 64, "propose"): 1.105,
     ("z-lab/Qwen3.5-35B-A3B-DFlash", 64, "propose"): 1.083,
     ("z-lab/Qwen3.5-35B-A3B-DFlash", 64, "absorb"): 1.201,
@@ -152,7 +153,7 @@ def _step(
     with record_launches(scene) as by_torch:
         unfused.propose(torch.empty_like(lengths), request_slots, noise)
     with record_launches(scene) as propose:
-        ids = drafter.propose(torch.empty_like(lengths), request_slots, noise)[LIKELIEST]
+        ids = likeliest(drafter.propose(torch.empty_like(lengths), request_slots, noise))
     tokens = ids.numel()
     hidden = torch.empty(tokens, config.target_hidden_width)
     targets, flat = torch.empty_like(ids), torch.empty(tokens, dtype=torch.int64)
@@ -162,7 +163,7 @@ def _step(
         entries = [group.cache.place(flat, committed.flatten()) for group in groups]
     texts = Lookup(table, model.ops, block, config.vocab_size, drafter.counters)
     with record_launches(scene) as lookup:
-        filled = texts.fill(ids, request_slots, block)
+        filled, _ = texts.fill(ids, ids, request_slots, block)
         texts.write(request_slots.rows[:, None], flat.view(ids.shape), filled)
         texts.learn(accepted)
     with record_launches(scene) as absorb:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash_kernels.noise import inverse_temperature
 from dflash_kernels.traffic import Traffic
 from sglang_dflash.checkpoint.heads.dflash2 import MOST_CANDIDATES
 
@@ -45,13 +46,6 @@ def _keys(b_values, o):
 @triton.jit
 def _offsets(b_keys):
     return (b_keys & _LAST) ^ _LAST
-
-
-@triton.jit
-def inverse_temperature(p_temperature):
-    """1 / temperature; 1 for a greedy request."""
-    i_temperature = tl.load(p_temperature)
-    return 1.0 / tl.where(i_temperature > 0, i_temperature, 1.0)
 
 
 @triton.jit(do_not_specialize=["p_sums", "POSITIONS"])
@@ -143,7 +137,21 @@ def candidates(values: Tensor, columns: Tensor, logits: Tensor, sums: Sums | Non
         raise ValueError(f"values: {k} of each row; at most {MOST_CANDIDATES} can be taken")
     if not count:
         return
-    width = logits.shape[1]
+    best, width = _largest_of_chunks(logits, sums), logits.shape[1]
+    candidates_kernel[(count,)](
+        values, columns, best, logits, logits.stride(0), width, best.shape[1],
+        K=k, TOP=top(k), CHUNK=CHUNK, BLOCK=block(width, k), num_warps=8,
+    )  # fmt: skip
+
+
+def sum_parts(logits: Tensor, sums: Sums) -> None:
+    """Write the sums of logits `[N, V]`."""
+    _largest_of_chunks(logits, sums)
+
+
+def _largest_of_chunks(logits: Tensor, sums: Sums | None) -> Tensor:
+    """The largest of every chunk of columns, int32 `[N, C]`; the `sums` are written."""
+    count, width = logits.shape
     chunks = triton.cdiv(width, CHUNK)
     best = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
     maxima, totals, temperatures = sums or (None, None, None)
@@ -152,10 +160,7 @@ def candidates(values: Tensor, columns: Tensor, logits: Tensor, sums: Sums | Non
         best, maxima, totals, logits, temperatures, logits.stride(0), width, chunks, positions,
         HAS_SUMS=sums is not None, CHUNK=CHUNK, CHUNKS=CHUNKS, num_warps=8,
     )  # fmt: skip
-    candidates_kernel[(count,)](
-        values, columns, best, logits, logits.stride(0), width, chunks,
-        K=k, TOP=top(k), CHUNK=CHUNK, BLOCK=block(width, k), num_warps=8,
-    )  # fmt: skip
+    return best
 
 
 def chunk_traffic(count: int, width: int, itemsize: int, sums: bool = False) -> Traffic:

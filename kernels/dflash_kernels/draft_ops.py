@@ -13,10 +13,10 @@ from dflash_kernels.candidates import candidates
 from dflash_kernels.context_table import context_table
 from dflash_kernels.convolve import convolve
 from dflash_kernels.draft_source import choose_source, learn_source
-from dflash_kernels.largest import largest
 from dflash_kernels.prepare_block import prepare_block
 from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
 from dflash_kernels.sample_filtered import sample_filtered
+from dflash_kernels.sample_whole import sample_whole
 from dflash_kernels.silu_mul import silu_mul
 from dflash_kernels.text_match import find_match
 from dflash_kernels.walk import walk
@@ -24,8 +24,13 @@ from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.kv import Tags
-from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale, SampleFilters
-from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.noise import (
+    RULES,
+    BlockNoise,
+    Proposal,
+    SampleFilters,
+)
+from sglang_dflash.drafting.ops import Edges, TorchOps
 from sglang_dflash.drafting.rope import Rotary
 
 
@@ -121,34 +126,28 @@ class TritonOps(TorchOps):
         self,
         logits: Tensor,
         ids: Tensor,
-        hidden: Tensor,
         bonus: Tensor,
-        predecessors: Tensor,
-        successors: Tensor,
+        edges: Edges | None,
         noise: BlockNoise | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         shape = ids.shape[:2] if noise is None else (len(RULES), *ids.shape[:2])
         out = torch.empty(shape, dtype=torch.int64, device=ids.device)
-        walk(out, logits, ids, hidden, bonus, predecessors, successors, noise)
-        return out
+        scores = None if noise is None else torch.empty_like(logits)
+        walk(out, scores, logits, ids, bonus, edges, noise)
+        return out, scores
 
-    def largest(
+    def sample(
         self,
         logits: Tensor,
         noise: BlockNoise,
-        first_id: int,
-        scale: LogitScale = PLAIN,
-        token_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        shape = 2, len(logits)
-        best = torch.empty(shape, dtype=torch.float32, device=logits.device)
-        ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
-        largest(best, ids, logits, *noise, first_id, scale, token_ids)
-        return best, ids
-
-    def sample_filtered(self, logits: Tensor, noise: BlockNoise, filters: SampleFilters) -> Tensor:
+        filters: SampleFilters | None,
+        proposal: Proposal | None = None,
+    ) -> Tensor:
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        sample_filtered(tokens, logits, noise, filters)
+        if filters is None:
+            sample_whole(tokens, logits, noise, proposal)
+        else:
+            sample_filtered(tokens, logits, noise, filters, proposal)
         return tokens
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:

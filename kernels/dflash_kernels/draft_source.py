@@ -27,11 +27,13 @@ BLOCK_R = 16
 
 
 # What a start-up check cannot know is not specialized, or a first step would compile.
-@triton.jit(do_not_specialize=["s_drafted", "s_followed", "R", "W", "DRAFTED", "VOCABULARY"])
+@triton.jit(
+    do_not_specialize=["s_drafted", "s_likeliest", "s_followed", "R", "W", "DRAFTED", "VOCABULARY"]
+)
 def choose_source_kernel(
     p_block, p_tokens, p_classes, p_looks_up,
-    p_drafted, p_lengths, p_followed, p_totals, p_class_of_length,
-    s_drafted, s_followed, R, W, DRAFTED, VOCABULARY,
+    p_drafted, p_likeliest, p_lengths, p_followed, p_totals, p_class_of_length,
+    s_drafted, s_likeliest, s_followed, R, W, DRAFTED, VOCABULARY,
     P: tl.constexpr, CLASSES: tl.constexpr, PRIOR_STEPS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """One program per request. DRAFTED: columns of `p_drafted`."""
@@ -41,11 +43,13 @@ def choose_source_kernel(
     m_p = o_p < W - 1
     b_draft = tl.load(p_drafted + 1 + o_p, mask=m_p & (o_p < DRAFTED - 1), other=0)
     b_lookup = tl.load(p_followed + i_r * s_followed + o_p, mask=m_p, other=0)
-    b_lookup = tl.where((b_lookup >= 0) & (b_lookup < VOCABULARY), b_lookup, b_draft)
+    is_token = (b_lookup >= 0) & (b_lookup < VOCABULARY)
+    i_likeliest = tl.load(p_likeliest + i_r * s_likeliest + 1)
+    begins_unlike = tl.sum(tl.where((o_p == 0) & is_token & (b_lookup != i_likeliest), 1, 0)) > 0
+    b_lookup = tl.where(is_token, b_lookup, b_draft)
     i_class = tl.load(p_class_of_length + tl.load(p_lengths + i_r))
     is_match = i_class > 0
-    begins_alike = tl.sum(tl.where((o_p == 0) & (b_draft != b_lookup), 1, 0)) == 0
-    i_class += tl.where(is_match & begins_alike, 1, 0)
+    i_class += tl.where(is_match & ~begins_unlike, 1, 0)
 
     # Of each source: how often it was reached, and how often right.
     s_source: tl.constexpr = (CLASSES + 1) * P
@@ -71,15 +75,21 @@ def choose_source_kernel(
 
 
 def choose_source(
-    source: DraftSource, drafted: Tensor, lengths: Tensor, followed: Tensor, width: int
+    source: DraftSource,
+    drafted: Tensor,
+    likeliest: Tensor,
+    lengths: Tensor,
+    followed: Tensor,
+    width: int,
 ) -> tuple[Tensor, DraftsBySource]:
     """See its twin in `drafting.draft_source`, whose arguments and results these are.
 
     Raises:
-        ValueError: rows of `drafted` are not dense.
+        ValueError: rows of `drafted` or `likeliest` are not dense.
     """
-    if drafted.stride(1) != 1:
-        raise ValueError(f"strides {drafted.stride()} of drafts; rows have to be dense")
+    if drafted.stride(1) != 1 or likeliest.stride(1) != 1:
+        strides = f"{drafted.stride()} and {likeliest.stride()}"
+        raise ValueError(f"strides {strides} of drafts; rows have to be dense")
     requests, positions = len(drafted), source.totals.shape[-1]
     block = drafted.new_empty(requests, width)
     tokens, classes = drafted.new_empty(2, requests, width - 1), drafted.new_empty(requests)
@@ -87,10 +97,10 @@ def choose_source(
     if requests:
         choose_source_kernel[(requests,)](
             block, tokens, classes, looks_up,
-            drafted, lengths, followed, source.totals, source.class_of_length,
-            drafted.stride(0), followed.stride(0), requests, width, drafted.shape[1],
-            source.vocab_size, P=positions, CLASSES=CLASSES, PRIOR_STEPS=PRIOR_STEPS,
-            BLOCK_P=triton.next_power_of_2(positions), num_warps=1,
+            drafted, likeliest, lengths, followed, source.totals, source.class_of_length,
+            drafted.stride(0), likeliest.stride(0), followed.stride(0), requests, width,
+            drafted.shape[1], source.vocab_size, P=positions, CLASSES=CLASSES,
+            PRIOR_STEPS=PRIOR_STEPS, BLOCK_P=triton.next_power_of_2(positions), num_warps=1,
         )  # fmt: skip
     return block, DraftsBySource(tokens, classes, looks_up)
 
@@ -161,7 +171,7 @@ def choose_traffic(requests: int, width: int, drafted: int) -> Traffic:
         drafted: tokens of the draft's block, the bonus token included.
     """
     drafts = width - 1
-    read = 8 * (3 + drafts + min(drafts, drafted - 1)) + 4 * 6 * drafts
+    read = 8 * (4 + drafts + min(drafts, drafted - 1)) + 4 * 6 * drafts
     return Traffic(requests * read, requests * (8 * (2 + 3 * drafts) + 1))
 
 

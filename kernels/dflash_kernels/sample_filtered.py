@@ -17,25 +17,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_kernels.candidates import Sums, candidates, inverse_temperature, part_count
-from dflash_kernels.largest import begin_hash, end_hash, first_largest, gumbel
+from dflash_kernels.candidates import Sums, candidates, part_count
+from dflash_kernels.noise import (
+    begin_hash,
+    begin_hash_anew,
+    end_hash,
+    first_largest,
+    gumbel,
+    inverse_temperature,
+    is_accepted,
+    load_proposal,
+    total_weight,
+)
+from dflash_kernels.sample_whole import proposal_sizes
 from dflash_kernels.traffic import Traffic
 from sglang_dflash.checkpoint.heads.dflash2 import MOST_CANDIDATES
-from sglang_dflash.drafting.noise import BlockNoise, SampleFilters
+from sglang_dflash.drafting.noise import BlockNoise, Proposal, SampleFilters
 
 # Columns of a turn.
 BLOCK = 1024
-
-
-@triton.jit
-def total_weight(p_maxima, p_sums, i_n, i_scale, PARTS, BLOCK_PARTS: tl.constexpr):
-    """The largest logit of a row, and the sum of exp((logit - largest) / temperature)."""
-    o_p = tl.arange(0, BLOCK_PARTS)
-    m_p = o_p < PARTS
-    b_maxima = tl.load(p_maxima + i_n * PARTS + o_p, mask=m_p, other=float("-inf"))
-    b_sums = tl.load(p_sums + i_n * PARTS + o_p, mask=m_p, other=0.0)
-    i_max = tl.max(b_maxima)
-    return i_max, tl.sum(b_sums * tl.exp((b_maxima - i_max) * i_scale))
 
 
 @triton.jit
@@ -51,31 +51,50 @@ def are_kept(b_rank, b_likelier, b_weight, p_top_ks, p_top_ps, p_min_ps, i_r, i_
     )
 
 
-@triton.jit(do_not_specialize=["p_sums", "POSITIONS"])
+@triton.heuristics({"HAS_PROPOSAL": lambda args: args["p_block"] is not None})
+@triton.jit(do_not_specialize=["p_sums", "s_block", "POSITIONS", "DRAFTS"])
 def sample_candidates_kernel(
     p_out, p_values, p_ids, p_maxima, p_sums, p_seeds, p_temperatures, p_seq_lens, p_top_ks,
-    p_top_ps, p_min_ps, V, POSITIONS, PARTS, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    p_top_ps, p_min_ps, p_block, p_is_drawn, p_candidates, p_scores, s_block, V, POSITIONS, DRAFTS,
+    PARTS, HAS_PROPOSAL: tl.constexpr, TOP: tl.constexpr, BLOCK_TOP: tl.constexpr,
+    K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. -1 where tokens beyond the candidates are kept."""
+    """One program per row. -1 where tokens beyond the TOP likeliest are kept."""
     i_n = tl.program_id(0).to(tl.int64)
-    i_r, o_k = i_n // POSITIONS, tl.arange(0, BLOCK_K)
-    m_k = o_k < K
+    i_r, i_p, o_k = i_n // POSITIONS, i_n % POSITIONS, tl.arange(0, BLOCK_TOP)
+    m_k = o_k < TOP
     i_scale = inverse_temperature(p_temperatures + i_r)
     i_max, i_total = total_weight(p_maxima, p_sums, i_n, i_scale, PARTS, BLOCK_PARTS)
-    b_values = tl.load(p_values + i_n * K + o_k, mask=m_k, other=float("-inf")).to(tl.float32)
-    b_ids = tl.load(p_ids + i_n * K + o_k, mask=m_k, other=0)
+    b_values = tl.load(p_values + i_n * TOP + o_k, mask=m_k, other=float("-inf")).to(tl.float32)
+    b_ids = tl.load(p_ids + i_n * TOP + o_k, mask=m_k, other=0)
     b_weights = tl.exp((b_values - i_max) * i_scale)
     b_likelier = tl.cumsum(b_weights) - b_weights
     b_kept = are_kept(o_k, b_likelier, b_weights, p_top_ks, p_top_ps, p_min_ps, i_r, i_total)
     b_kept &= m_k
-    i_position = tl.load(p_seq_lens + i_r) + i_n % POSITIONS
-    b_hash = end_hash(begin_hash(tl.load(p_seeds + i_r), i_position), b_ids)
+    i_seed, i_position = tl.load(p_seeds + i_r), tl.load(p_seq_lens + i_r) + i_p
+    b_hash = end_hash(begin_hash(i_seed, i_position), b_ids)
     b_scores = tl.where(b_kept, b_values * i_scale + gumbel(b_hash), float("-inf"))
+    if HAS_PROPOSAL:
+        i_draft, is_drawn, b_q_ids, b_q = load_proposal(
+            p_block, p_is_drawn, p_candidates, p_scores, s_block, i_r, i_p, POSITIONS, DRAFTS, K,
+            BLOCK_Q,
+        )  # fmt: skip
+        if is_drawn:
+            b_weights = tl.where(b_kept, b_weights, 0.0)
+            b_p = b_weights / tl.sum(b_weights)
+            b_same = b_ids[:, None] == b_q_ids[None, :]
+            b_left = tl.maximum(b_p - tl.sum(tl.where(b_same, b_q[None, :], 0.0), 1), 0.0)
+            b_hash = end_hash(begin_hash_anew(i_seed, i_position), b_ids)
+            b_scores = tl.where(b_kept, tl.log(b_left) + gumbel(b_hash), float("-inf"))
+            is_draft = m_k & (b_ids == i_draft)
+            i_p_draft = tl.sum(tl.where(is_draft, b_p, 0.0))
+            i_q_draft = tl.sum(tl.where(b_q_ids == i_draft, b_q, 0.0))
+            if is_accepted(i_seed, i_position, i_p_draft, i_q_draft):
+                b_scores = tl.where(is_draft, float("inf"), b_scores)
     _, i_best = first_largest(b_scores, o_k)
     i_kept = tl.sum(b_kept.to(tl.int32))
-    is_open = (i_kept == K) & (V > K)
-    tl.store(p_out + i_n, tl.where(is_open, -1, tl.load(p_ids + i_n * K + i_best)))
+    is_open = (i_kept == TOP) & (V > TOP) & (tl.load(p_top_ks + i_r) > TOP)
+    tl.store(p_out + i_n, tl.where(is_open, -1, tl.load(p_ids + i_n * TOP + i_best)))
 
 
 @triton.jit
@@ -129,13 +148,19 @@ def sample_others_kernel(
         tl.store(p_out + i_n, i_token.to(tl.int64))
 
 
-def sample_filtered(out: Tensor, logits: Tensor, noise: BlockNoise, filters: SampleFilters) -> None:
-    """Write what its twin, `TorchOps.sample_filtered`, returns to `out`, in four launches.
+def sample_filtered(
+    out: Tensor,
+    logits: Tensor,
+    noise: BlockNoise,
+    filters: SampleFilters,
+    proposal: Proposal | None,
+) -> None:
+    """Write what `TorchOps.sample` returns to `out`, in four launches.
 
     Args:
         out: int64 `[N]`, written.
         logits: `[N, V]`, rows of any stride.
-        noise, filters: see there.
+        noise, filters, proposal: see there.
     """
     count, width = logits.shape
     if not count:
@@ -148,8 +173,11 @@ def sample_filtered(out: Tensor, logits: Tensor, noise: BlockNoise, filters: Sam
     rows = (maxima, sums, *noise, *filters)
     positions, sizes = count // len(noise.seeds), {"BLOCK_PARTS": triton.next_power_of_2(parts)}
     sample_candidates_kernel[(count,)](
-        out, values, ids, *rows, width, positions, parts,
-        K=k, BLOCK_K=triton.next_power_of_2(k), **sizes, num_warps=1,
+        out, values, ids, *rows, *(proposal or (None, None, None, None)),
+        0 if proposal is None else proposal.block.stride(0), width, positions,
+        0 if proposal is None else proposal.candidates.shape[1], parts, TOP=k,
+        BLOCK_TOP=triton.next_power_of_2(k), **proposal_sizes(proposal), **sizes,
+        num_warps=1 if proposal is None else 4,
     )  # fmt: skip
     sample_others_kernel[(count,)](
         out, logits, *rows, logits.stride(0), width, positions, parts, BLOCK=BLOCK, **sizes

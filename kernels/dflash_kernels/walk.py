@@ -1,4 +1,4 @@
-"""The walk over the candidates of a DFlash2 draft, by both rules, in one launch. Names as in
+"""The walk over the candidates of a draft, by both rules, in one launch. Names as in
 `gated_delta_fold`.
 
 Letters in shapes: R requests, P drafts of a block, K candidates, r rank, V tokens.
@@ -10,16 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_kernels.largest import begin_hash, end_hash
+from dflash_kernels.noise import begin_hash, end_hash
 from dflash_kernels.traffic import Traffic
 from sglang_dflash.drafting.noise import COUPLED, RULES, BlockNoise
+from sglang_dflash.drafting.ops import Edges
 
 _COUPLED = tl.constexpr(COUPLED)
 
 
 @triton.jit
 def _gumbel(b_hash):
-    """`drafting.noise.gumbel` of hashes, float32. (`largest.gumbel` is less exact.)"""
+    """`drafting.noise.gumbel` of hashes, float32. (`noise.gumbel` is less exact.)"""
     b_log = tl.log(b_hash.to(tl.float64) / 4294967295.0)
     # -(2 ** -32), and the smallest number that is finite.
     b_log = tl.minimum(tl.maximum(b_log, -1.7976931348623157e308), -2.3283064365386963e-10)
@@ -27,12 +28,17 @@ def _gumbel(b_hash):
 
 
 # As for `accept_kernel`, whose result a bonus token is.
-@triton.heuristics({"HAS_NOISE": lambda args: args["p_seeds"] is not None})
+@triton.heuristics(
+    {
+        "HAS_NOISE": lambda args: args["p_seeds"] is not None,
+        "HAS_EDGES": lambda args: args["p_hidden"] is not None,
+    }
+)
 @triton.jit(do_not_specialize=["p_bonus", "p_seeds", "p_temperatures", "p_seq_lens"])
 def walk_kernel(
-    p_out, p_logits, p_ids, p_hidden, p_bonus, p_predecessors, p_successors, p_seeds,
+    p_out, p_scores, p_logits, p_ids, p_bonus, p_hidden, p_predecessors, p_successors, p_seeds,
     p_temperatures, p_seq_lens, P: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, HAS_NOISE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_EDGES: tl.constexpr,
 ):  # fmt: skip
     """One program per request and rule."""
     i_r, i_rule = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -46,19 +52,23 @@ def walk_kernel(
     for i_p in range(P):
         i_row = i_r * P + i_p
         b_ids = tl.load(p_ids + i_row * K + o_k, mask=m_k, other=0)
-        b_logits = tl.load(p_logits + i_row * K + o_k, mask=m_k, other=float("-inf"))
-        p_next = p_successors + b_ids[:, None] * RANK + o_r[None, :]
-        b_next = tl.load(p_next, mask=m_k[:, None] & m_r[None, :], other=0.0)
-        b_hidden = tl.load(p_hidden + i_row * RANK + o_r, mask=m_r, other=0.0)
-        b_before = tl.load(p_predecessors + i_before * RANK + o_r, mask=m_r, other=0.0)
-        # Products are rounded where torch rounds them.
-        b_query = (b_before.to(tl.float32) * b_hidden.to(tl.float32)).to(b_next.dtype)
-        b_edges = b_query[None, :].to(tl.float32) * b_next.to(tl.float32)
-        b_scores = b_logits + tl.sum(b_edges.to(b_next.dtype).to(tl.float32), 1)
+        b_scores = tl.load(p_logits + i_row * K + o_k, mask=m_k, other=float("-inf"))
+        if HAS_EDGES:
+            p_next = p_successors + b_ids[:, None] * RANK + o_r[None, :]
+            b_next = tl.load(p_next, mask=m_k[:, None] & m_r[None, :], other=0.0)
+            b_hidden = tl.load(p_hidden + i_row * RANK + o_r, mask=m_r, other=0.0)
+            b_before = tl.load(p_predecessors + i_before * RANK + o_r, mask=m_r, other=0.0)
+            # Products are rounded where torch rounds them.
+            b_query = (b_before.to(tl.float32) * b_hidden.to(tl.float32)).to(b_next.dtype)
+            b_edges = b_query[None, :].to(tl.float32) * b_next.to(tl.float32)
+            b_scores += tl.sum(b_edges.to(b_next.dtype).to(tl.float32), 1)
         if HAS_NOISE:
             i_position = i_start + i_p
             if is_noisy:
                 b_scores = tl.div_rn(b_scores, temperature)
+            if i_rule == _COUPLED:
+                tl.store(p_scores + i_row * K + o_k, b_scores, mask=m_k)
+            if is_noisy:
                 b_scores += _gumbel(end_hash(begin_hash(i_seed, i_position), b_ids))
         # NaN counts as the largest, as in torch.
         b_scores = tl.where(b_scores != b_scores, float("inf"), b_scores)
@@ -71,33 +81,33 @@ def walk_kernel(
 
 def walk(
     out: Tensor,
+    scores: Tensor | None,
     logits: Tensor,
     ids: Tensor,
-    hidden: Tensor,
     bonus: Tensor,
-    predecessors: Tensor,
-    successors: Tensor,
+    edges: Edges | None,
     noise: BlockNoise | None,
 ) -> None:
-    """Write what its twin, `TorchOps.walk`, returns to `out`. All tensors are contiguous, and
-    `hidden` has the dtype of the tables."""
+    """Write what its twin, `TorchOps.walk`, returns: tokens to `out`, and with noise the
+    distributions to `scores`. All tensors are contiguous, and those of `edges` have one dtype."""
     requests, drafts, k = ids.shape
-    rank = hidden.shape[-1]
+    rank = 0 if edges is None else edges.hidden.shape[-1]
     if not requests:
         return
     rules = 1 if noise is None else len(RULES)
     walk_kernel[(requests, rules)](
-        out, logits, ids, hidden, bonus, predecessors, successors,
-        *((None, None, None) if noise is None else noise), P=drafts, K=k, RANK=rank,
-        BLOCK_K=triton.next_power_of_2(k), BLOCK_R=triton.next_power_of_2(rank), num_warps=4,
+        out, scores, logits, ids, bonus, *(edges or (None, None, None)),
+        *(noise or (None, None, None)), P=drafts, K=k, RANK=rank,
+        BLOCK_K=triton.next_power_of_2(k), BLOCK_R=triton.next_power_of_2(max(rank, 1)),
+        num_warps=4,
     )  # fmt: skip
 
 
 def traffic(
     requests: int, drafts: int, k: int, rank: int, itemsize: int, *, noise: bool
 ) -> Traffic:
-    """Bytes of one launch; tables have elements of `itemsize` bytes."""
+    """Bytes of one launch; tables of a rank, 0 for none, have elements of `itemsize` bytes."""
     of_draft = k * (8 + 4 + rank * itemsize) + 2 * rank * itemsize
     rules = 1 + noise
     read = rules * requests * (drafts * of_draft + 8 + noise * 20)
-    return Traffic(read, rules * requests * drafts * 8)
+    return Traffic(read, requests * drafts * (8 * rules + 4 * k * noise))

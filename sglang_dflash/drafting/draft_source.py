@@ -79,15 +79,15 @@ class DraftSource:
         self._classes = torch.arange(CLASSES, device=device)
         self._positions = torch.arange(verify_block - 1, device=device)
 
-    def classes(self, lengths: Tensor, drafts: Tensor, looked_up: Tensor) -> Tensor:
+    def classes(self, lengths: Tensor, begin_alike: Tensor) -> Tensor:
         """The class of each request's match, int64 `[R]`, 0 for none.
 
         Args:
             lengths: int64 `[R]`, tokens that agree.
-            drafts, looked_up: int64 `[R, W - 1]`, the drafts of both sources.
+            begin_alike: bool `[R]`, whether the first drafts of both sources do.
         """
         of_length = self.class_of_length[lengths]
-        return of_length + ((of_length > 0) & (drafts[:, 0] == looked_up[:, 0]))
+        return of_length + ((of_length > 0) & begin_alike)
 
     def expected(self, drafts: int) -> Tensor:
         """Expected accepted drafts of a step of that many, by source and class, `[2, M]`."""
@@ -105,13 +105,20 @@ class DraftSource:
 
 
 def choose_source(
-    source: DraftSource, drafted: Tensor, lengths: Tensor, followed: Tensor, width: int
+    source: DraftSource,
+    drafted: Tensor,
+    likeliest: Tensor,
+    lengths: Tensor,
+    followed: Tensor,
+    width: int,
 ) -> tuple[Tensor, DraftsBySource]:
     """Return the block that a step verifies, int64 `[R, W]`, and the drafts that it was chosen
     from. Positions after a draft's last token have a token that is rarely accepted.
 
     Args:
         drafted: int64 `[R, ...]`, the bonus tokens and the draft's.
+        likeliest: int64 `[R, ...]`, the bonus tokens and the draft's likeliest. The choice rests on
+            these: a draft that was drawn may not decide whether it is used.
         lengths, followed: see `text_match.find_match`; `followed` has W - 1 tokens or more.
         width: W, at least 2.
     """
@@ -121,7 +128,8 @@ def choose_source(
     # Ids of images are none of the vocabulary.
     is_token = (followed >= 0) & (followed < source.vocab_size)
     looked_up = followed.where(is_token, drafts)
-    classes = source.classes(lengths, drafts, looked_up)
+    begin_alike = (followed[:, 0] == likeliest[:, 1]) | ~is_token[:, 0]
+    classes = source.classes(lengths, begin_alike)
     looks_up = source.prefers_lookup(classes, width - 1)
     chosen = looked_up.where(looks_up[:, None], drafts)
     by_source = DraftsBySource(torch.stack((drafts, looked_up)), classes, looks_up)

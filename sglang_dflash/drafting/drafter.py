@@ -14,7 +14,7 @@ from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.groups import ALL_TOKENS, ContextWrite, KVGroup
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.noise import BlockNoise, SampledBlocks
 from sglang_dflash.drafting.options import ResolvedOptions
 
 
@@ -53,7 +53,7 @@ class Proposer(Protocol):
         requests: RequestSlots,
         noise: BlockNoise | None = None,
         width: int | None = None,
-    ) -> Tensor:
+    ) -> Tensor | SampledBlocks:
         """Draft one block per request.
 
         Args:
@@ -66,7 +66,7 @@ class Proposer(Protocol):
 
         Returns:
             int64 `[R, B]`: the bonus token and B - 1 drafted ones, all of them valid token ids.
-            With noise, it may be a block by each of two rules (`noise.RULES`): `[2, R, B]`.
+            With noise, it may be `SampledBlocks`.
         """
 
     def describe(self) -> Mapping[str, Any]:
@@ -127,17 +127,18 @@ class Drafter:
         requests: RequestSlots,
         noise: BlockNoise | None = None,
         width: int | None = None,
-    ) -> Tensor:
+    ) -> Tensor | SampledBlocks:
         ids, hidden = self.forward(bonus, requests)
         # The lm_head is most of a proposal on a CPU: only what the step verifies is drafted.
         hidden = hidden[:, :width]
         drafted = self.head(hidden, bonus, noise)
-        broken = drafted < 0
+        tokens = drafted.tokens if isinstance(drafted, SampledBlocks) else drafted
+        broken = tokens < 0
         # With noise, scores are finite where logits are.
-        self.counters.add_nonfinite(broken.view(-1, *hidden.shape[:1], drafted.shape[-1])[0])
-        drafted = drafted.masked_fill(broken, self.model.config.mask_token_id)
-        first = ids[:, :1].expand(*drafted.shape[:-1], 1)
-        return torch.cat((first, drafted), -1)
+        self.counters.add_nonfinite(broken.view(-1, *hidden.shape[:1], tokens.shape[-1])[0])
+        tokens = tokens.masked_fill(broken, self.model.config.mask_token_id)
+        blocks = torch.cat((ids[:, :1].expand(*tokens.shape[:-1], 1), tokens), -1)
+        return drafted._replace(tokens=blocks) if isinstance(drafted, SampledBlocks) else blocks
 
     def forward(self, bonus: Tensor, requests: RequestSlots) -> tuple[Tensor, Tensor]:
         """The draft's inputs int64 `[R, B]`, bonus and mask tokens, and its hidden states

@@ -18,7 +18,7 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.table import PADDING_SLOT, RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import ContextWrite, KVGroup
-from sglang_dflash.drafting.noise import LIKELIEST, RULES, BlockNoise
+from sglang_dflash.drafting.noise import LIKELIEST, RULES, BlockNoise, SampledBlocks
 
 # Columns of the narrowest table of a whole context; each wider one but the last has four times as
 # many.
@@ -151,7 +151,8 @@ class GraphedDrafter:
         )
         noise = BlockNoise(buffers.seeds[:count], buffers.temperatures[:count], requests.seq_lens)
         drafted = self._drafter.propose(buffers.bonus[:count], requests, noise)
-        buffers.ids[:, :count].copy_(drafted)
+        for buffer, values in zip(buffers.drafted(count), drafted, strict=True):
+            buffer.copy_(values)
 
     def _commit(self, key: Key) -> None:
         buffers, count = self._buffers, key.requests * self._drafter.verify_block
@@ -170,7 +171,7 @@ class GraphedDrafter:
         requests: RequestSlots,
         noise: BlockNoise | None = None,
         width: int | None = None,
-    ) -> Tensor:
+    ) -> Tensor | SampledBlocks:
         """A recording drafts the whole block, whatever the `width`."""
         key = self._key_of_proposal(len(bonus), requests)
         if key is None:
@@ -179,9 +180,11 @@ class GraphedDrafter:
         self._buffers.set_proposal(key.requests, bonus, requests, noise)
         self._graphs[key]()
         self.replays["propose"] += 1
-        ids = self._buffers.ids[:, : len(bonus)]
-        # The next replay overwrites them.
-        return (ids if noise is not None else ids[LIKELIEST]).clone()
+        drafted = self._buffers.drafted(len(bonus))
+        # The next replay overwrites them. What the drafts were drawn from is read before.
+        if noise is None:
+            return drafted.tokens[LIKELIEST].clone()
+        return drafted._replace(tokens=drafted.tokens.clone())
 
     def absorb(
         self,
@@ -229,7 +232,9 @@ class _Buffers:
 
         self.bonus, self.rows, self.seq_lens = (zeros(requests) for _ in range(3))
         self.seeds, self.temperatures = zeros(requests), zeros(requests, dtype=torch.float32)
+        drafts = requests, drafter.draft_block - 1, drafter.model.head.candidates
         self.ids = zeros(len(RULES), requests, drafter.draft_block)
+        self.candidates, self.scores = zeros(*drafts), zeros(*drafts, dtype=torch.float32)
         self.positions, self.slots = zeros(tokens), zeros(tokens)
         self.committed = zeros(tokens, dtype=torch.bool)
         self.hidden = weight.new_zeros(tokens, drafter.model.config.target_hidden_width)
@@ -237,6 +242,10 @@ class _Buffers:
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in vars(self).values())
+
+    def drafted(self, count: int) -> SampledBlocks:
+        """The part of the results that is of so many requests."""
+        return SampledBlocks(self.ids[:, :count], self.candidates[:count], self.scores[:count])
 
     def clear(self) -> None:
         """Fill them with zeros, which are padding."""

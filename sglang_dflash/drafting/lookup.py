@@ -58,18 +58,21 @@ class Lookup:
         """
         self.texts[rows, positions] = tokens.clamp(max=_NO_TOKEN).int()
 
-    def fill(self, drafted: Tensor, requests: RequestSlots, width: int) -> Tensor:
+    def fill(
+        self, drafted: Tensor, likeliest: Tensor, requests: RequestSlots, width: int
+    ) -> tuple[Tensor, Tensor]:
         """Return the block that a step verifies, int64 `[R, W]`: the draft's, or what the text has
-        held.
+        held; and the requests whose drafts are looked up, bool `[R]`.
 
         Args:
             drafted: int64 `[R, B]`, the bonus tokens and the draft's.
+            likeliest: int64 `[R, B]`, the draft's likeliest tokens; they decide.
             width: W, at least 2.
         """
         bonus = drafted[:, 0].contiguous()
         match = self._ops.find_match(bonus, self.texts, requests, self._count)
-        block, self._step = self._ops.choose_source(self._source, drafted, *match, width)
-        return block
+        block, self._step = self._ops.choose_source(self._source, drafted, likeliest, *match, width)
+        return block, self._step.looks_up
 
     def learn(self, accepted: Accepted) -> None:
         """Take in what was accepted of the block."""

@@ -7,10 +7,14 @@ with the same g, mostly takes the same v if the two distributions are alike (cou
 random numbers: Daliri, Musco and Suresh, arXiv 2408.07978). The target's token does not depend on
 the draft, so the output stays what it is.
 
-This holds for one accept rule only: accept a draft if it equals the target's token. With acceptance
-by a ratio of probabilities, shared noise gives wrong outputs.
+So it is for requests with a seed. Without one, an answer has to follow the target's distribution
+only, and more drafts can be accepted: one that was drawn from q is accepted with probability
+min(1, p(v) / q(v)), and else the target's token is drawn from max(0, p - q) (Leviathan et al.,
+arXiv 2211.17192). What decides there must be independent of what the draft was drawn with: noise
+that both share gives wrong outputs.
 
-Letters in shapes: R requests; B block positions; V tokens of the vocabulary, or of a rank's part.
+Letters in shapes: R requests; B block positions; P drafts of a block; W positions of a step; K
+candidates; V tokens of the vocabulary, or of a rank's part.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from torch import Tensor
 # tokens with noise.
 RULES = LIKELIEST, COUPLED = 0, 1
 _LOW32 = 0xFFFFFFFF
+# Seeds of random numbers that are independent of a seed's own are this, exclusive or the seed.
+ACCEPTING, REDRAWING = 0x3C6EF372FE94F82B, 0x510E527FADE682D1
 
 
 class LogitScale(NamedTuple):
@@ -35,7 +41,9 @@ class LogitScale(NamedTuple):
 
     def __call__(self, logits: Tensor) -> Tensor:
         """float32 of any shape. Infinite logits stay infinite."""
-        scaled = logits.float() * self.multiplier
+        scaled = logits.float()
+        if self.multiplier != 1:
+            scaled = scaled * self.multiplier
         if self.softcap is None:
             return scaled
         capped = self.softcap * (scaled / self.softcap).tanh()
@@ -82,6 +90,47 @@ class BlockNoise(NamedTuple):
         is_sampled = temperatures > 0
         return (scale(logits) / temperatures + noise).where(is_sampled, logits.float())
 
+    def log_weights(self, scores: Tensor) -> Tensor:
+        """Return scores float32 `[R, K]` / temperature; the scores of a greedy request."""
+        temperatures = self.temperatures[:, None]
+        return (scores / temperatures).where(temperatures > 0, scores)
+
+
+class SampledBlocks(NamedTuple):
+    """Drafted blocks of a batch with noise.
+
+    Attributes:
+        tokens: int64 `[2, R, B]`, a block by each of `RULES`; of a head `[2, R, P]`, its drafts.
+        candidates: int64 `[R, P, K]`, the tokens that each coupled draft was drawn from; distinct.
+        scores: float32 `[R, P, K]`, their log-probabilities, but for a constant of each draft. If
+            the largest is not finite, the draft was not drawn.
+    """
+
+    tokens: Tensor
+    candidates: Tensor
+    scores: Tensor
+
+
+def likeliest(drafted: Tensor | SampledBlocks) -> Tensor:
+    """The likeliest drafts int64 `[R, B]` of what a drafter returns with or without noise."""
+    return drafted.tokens[LIKELIEST] if isinstance(drafted, SampledBlocks) else drafted
+
+
+class Proposal(NamedTuple):
+    """The drafts that a step verifies, and the distributions that they were drawn from.
+
+    Attributes:
+        block: int64 `[R, W]`.
+        is_drawn: bool `[R]`, the requests of which this holds; False for greedy ones.
+        candidates: see `SampledBlocks`. Drafts behind the P-th were not drawn.
+        scores: see there.
+    """
+
+    block: Tensor
+    is_drawn: Tensor
+    candidates: Tensor
+    scores: Tensor
+
 
 class SampleFilters(NamedTuple):
     """The filters of R requests: a sample is one of the likeliest tokens, which they keep.
@@ -104,6 +153,11 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     x = murmur_hash32(seeds, positions, ids).double() / _LOW32
     x = x.log_().clamp_(torch.finfo(x.dtype).min, -(2.0**-32)).neg_()
     return x.log_().neg_()
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Random numbers float64 in [0, 1) of integer tensors that broadcast."""
+    return murmur_hash32(seeds, positions, torch.zeros_like(positions)).double() / 2**32
 
 
 def murmur_hash32(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ heads, G kv heads, D head dim, E hidden size, I width of the MLP.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,9 @@ from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots, fill_context_table
 from sglang_dflash.drafting.draft_source import choose_source, learn_source
 from sglang_dflash.drafting.kv import Tags, store_
-from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale, SampleFilters
+from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.rope import Rotary, rotate
+from sglang_dflash.drafting.target_samples import sample
 from sglang_dflash.drafting.text_match import find_match
 
 # Columns that `TorchOps.candidates` sorts together.
@@ -39,6 +40,7 @@ class TorchOps:
     find_match = staticmethod(find_match)
     choose_source = staticmethod(choose_source)
     learn_source = staticmethod(learn_source)
+    sample = staticmethod(sample)
 
     def context_table(
         self, requests: RequestSlots, reach: Reach, tags: Tags | None
@@ -167,117 +169,69 @@ class TorchOps:
         self,
         logits: Tensor,
         ids: Tensor,
-        hidden: Tensor,
         bonus: Tensor,
-        predecessors: Tensor,
-        successors: Tensor,
+        edges: Edges | None,
         noise: BlockNoise | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """Take a candidate of each position, the one with the largest of `candidate_scores` after
         the one taken before.
 
         Args:
             logits: float32 `[R, P, K]`, of the candidates.
             ids: int64 `[R, P, K]`, their tokens.
-            hidden: `[R, P, r]`, projected.
             bonus: int64 `[R]`, the tokens before the first position.
-            predecessors, successors: `[V, r]`.
+            edges: None if the scores are the logits.
             noise: makes of these scores those of `BlockNoise.scores`.
 
         Returns:
             Tokens int64, -1 where the score is not finite: `[R, P]` without noise, and with it
-            `[2, R, P]`, of a walk by each of `noise.RULES`.
+            `[2, R, P]`, of a walk by each of `noise.RULES`. And of the second walk the scores that
+            its tokens were drawn by, see `noise.SampledBlocks`; None without noise.
         """
-        walks = []
+        walks, drawn_by = [], []
         for walk_noise in (None,) if noise is None else (None, noise):
             taken, before = [], bonus
             for place in range(ids.shape[1]):
-                inputs = logits[:, place], ids[:, place], hidden[:, place], before
-                scores = candidate_scores(*inputs, predecessors, successors)
+                at, scores = ids[:, place], logits[:, place]
+                if edges is not None:
+                    of_place = edges._replace(hidden=edges.hidden[:, place])
+                    scores = candidate_scores(scores, at, before, of_place)
                 if walk_noise is not None:
-                    at = ids[:, place, None]
-                    scores = walk_noise.scores(scores[:, None], at, first=place + 1)[:, 0]
+                    drawn_by.append(walk_noise.log_weights(scores))
+                    scores = walk_noise.scores(scores[:, None], at[:, None], first=place + 1)[:, 0]
                 best, index = scores.max(-1)
-                before = ids[:, place].gather(1, index[:, None])[:, 0]
+                before = at.gather(1, index[:, None])[:, 0]
                 taken.append(before.where(best.isfinite(), -1))
             walks.append(torch.stack(taken, 1))
-        return walks[0] if noise is None else torch.stack(walks)
-
-    def largest(
-        self,
-        logits: Tensor,
-        noise: BlockNoise,
-        first_id: int,
-        scale: LogitScale = PLAIN,
-        token_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The largest score of every draft by each of `noise.RULES`, and its column.
-
-        Args:
-            logits: `[N, V]`, of the P drafts of each of R requests, N = R P.
-            first_id: the number of the first column.
-            scale: of logits before noise is added.
-            token_ids: int64, the token of each column of all ranks, which its noise is of; None if
-                its number is the token.
-
-        Returns:
-            float32 `[2, N]`, +Inf or NaN if a logit is NaN; and int64 `[2, N]`.
-        """
-        columns = torch.arange(logits.shape[1], device=logits.device) + first_id
-        ids = columns if token_ids is None else token_ids[columns]
-        of_requests = logits.unflatten(0, (len(noise.seeds), -1))
-        scores = noise.scores(of_requests, ids, scale=scale).flatten(0, 1)
-        best, index = torch.stack((logits.float(), scores)).max(-1)
-        return best, index + first_id
-
-    def sample_filtered(self, logits: Tensor, noise: BlockNoise, filters: SampleFilters) -> Tensor:
-        """Sample a token of each row from the tokens that the filters keep: the one with the
-        largest logit / temperature + noise.
-
-        Args:
-            logits: `[N, V]`, of P positions of each of R requests, N = R P.
-            noise: of the rows. A request without noise has a `top_ks` of 1.
-            filters: of the requests. What they keep of a row depends on probabilities among all V
-                tokens, in the order of their logits, and of equal ones of their ids.
-
-        Returns:
-            int64 `[N]`.
-        """
-        shape = len(noise.seeds), len(logits) // len(noise.seeds), -1
-        by_row = (x.repeat_interleave(shape[1])[:, None] for x in (noise.temperatures, *filters))
-        temperatures, top_ks, top_ps, min_ps = by_row
-        values, ids = logits.sort(dim=-1, descending=True, stable=True)
-        scaled = values.float() / temperatures.where(temperatures > 0, 1.0)
-        probabilities = scaled.softmax(-1)
-        likelier = probabilities.cumsum(-1) - probabilities
-        left_out = torch.arange(logits.shape[1], device=logits.device) >= top_ks
-        left_out |= (likelier > top_ps) & (top_ps < 1)
-        left_out |= probabilities < probabilities[:, :1] * min_ps
-        scores = noise.scores(values.view(shape), ids.view(shape)).flatten(0, 1)
-        best = scores.masked_fill(left_out, -torch.inf).argmax(-1, keepdim=True)
-        return ids.gather(1, best)[:, 0]
+        if noise is None:
+            return walks[0], None
+        return torch.stack(walks), torch.stack(drawn_by, 1)
 
 
-def candidate_scores(
-    logits: Tensor,
-    ids: Tensor,
-    hidden: Tensor,
-    before: Tensor,
-    predecessors: Tensor,
-    successors: Tensor,
-) -> Tensor:
+class Edges(NamedTuple):
+    """The part of candidates' scores that is not their logits.
+
+    Attributes:
+        hidden: `[..., r]`, of each position, projected.
+        predecessors, successors: `[V, r]`.
+    """
+
+    hidden: Tensor
+    predecessors: Tensor
+    successors: Tensor
+
+
+def candidate_scores(logits: Tensor, ids: Tensor, before: Tensor, edges: Edges) -> Tensor:
     """Each candidate's logit + <predecessors[token before] * hidden, successors[candidate]>,
     float32 `[..., K]`.
 
     Args:
         logits: float32 `[..., K]`.
         ids: int64 `[..., K]`, the candidates.
-        hidden: `[..., r]`.
         before: int64 `[...]`.
-        predecessors, successors: `[V, r]`.
     """
-    query = predecessors[before] * hidden
-    return logits + (query[..., None, :] * successors[ids]).sum(-1, dtype=torch.float32)
+    query = edges.predecessors[before] * edges.hidden
+    return logits + (query[..., None, :] * edges.successors[ids]).sum(-1, dtype=torch.float32)
 
 
 def norm_rope_context(

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sglang_dflash.drafting.ops import TorchOps
 
-# Operation -> its results to compare.
-Cases = dict[str, Callable[[TorchOps], Sequence[Tensor]]]
+# The operations of a network -> the results of one of them to compare.
+Case = Callable[[TorchOps], Sequence[Tensor]]
+Cases = dict[str, Case]
 
 
 class RandomInputs:

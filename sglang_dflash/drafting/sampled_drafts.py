@@ -3,7 +3,8 @@ or the coupled one (`noise.py`).
 
 Coupling guesses more where the draft's distribution resembles the target's, and fewer where it is
 flat. The drafts of both rules are known for every position that a step reached, so the better
-rule is found without trying the other.
+rule is found without trying the other. A request without a seed has the coupled ones, which were
+drawn from the draft's distribution.
 
 Letters in shapes: R requests; B block positions; W positions of a step, up to B.
 """
@@ -16,7 +17,14 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted
-from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, RULES, BlockNoise
+from sglang_dflash.drafting.noise import (
+    COUPLED,
+    LIKELIEST,
+    RULES,
+    BlockNoise,
+    Proposal,
+    SampledBlocks,
+)
 
 # What a hit is worth one step later: a choice rests on the last few hundred steps.
 DECAY = 0.995
@@ -27,11 +35,11 @@ class DraftsByRule(NamedTuple):
 
     Attributes:
         tokens: int64 `[2, R, B]`.
-        is_sampled: bool `[R]`, False for greedy requests.
+        is_chosen: bool `[R]`, the requests that there is a choice for: sampled ones with a seed.
     """
 
     tokens: Tensor
-    is_sampled: Tensor
+    is_chosen: Tensor
 
 
 class SampledDrafts:
@@ -50,17 +58,26 @@ class SampledDrafts:
         return self._hits[COUPLED] >= self._hits[LIKELIEST]
 
     def choose(
-        self, drafted: Tensor, noise: BlockNoise | None
+        self, drafted: Tensor | SampledBlocks, noise: BlockNoise | None, seeded: Tensor | None
     ) -> tuple[Tensor, DraftsByRule | None]:
         """Return the block int64 `[R, B]` chosen from what a `Proposer` returned, and the drafts
-        to hand to `learn`; None if there was no choice."""
-        if noise is None or drafted.dim() == 2:
+        to hand to `learn`; None if there was no choice.
+
+        Args:
+            seeded: bool `[R]`, the requests with a seed; None if no request has one.
+        """
+        if not isinstance(drafted, SampledBlocks):
             return drafted, None
-        by_rule = DraftsByRule(drafted, noise.temperatures > 0)
-        block = drafted[LIKELIEST].clone()
-        coupled = self.couples[: block.shape[1] - 1] & by_rule.is_sampled[:, None]
-        block[:, 1:] = drafted[COUPLED, :, 1:].where(coupled, block[:, 1:])
-        return block, by_rule
+        tokens = drafted.tokens
+        if noise is None or seeded is None:
+            return tokens[COUPLED], None
+        is_chosen = seeded & (noise.temperatures > 0)
+        coupled = torch.where(
+            is_chosen[:, None], self.couples[: tokens.shape[2] - 1], ~seeded[:, None]
+        )
+        block = tokens[LIKELIEST].clone()
+        block[:, 1:] = tokens[COUPLED, :, 1:].where(coupled, block[:, 1:])
+        return block, DraftsByRule(tokens, is_chosen)
 
     def learn(self, by_rule: DraftsByRule | None, accepted: Accepted) -> None:
         """Count which drafts were the target's tokens, where all drafts before were accepted."""
@@ -68,6 +85,30 @@ class SampledDrafts:
             return
         drafts = min(accepted.tokens.shape[1], by_rule.tokens.shape[2]) - 1
         at = torch.arange(drafts, device=accepted.lengths.device)
-        reached = (at < accepted.lengths[:, None]) & by_rule.is_sampled[:, None]
+        reached = (at < accepted.lengths[:, None]) & by_rule.is_chosen[:, None]
         hits = (by_rule.tokens[:, :, 1 : drafts + 1] == accepted.tokens[:, :drafts]) & reached
         self._hits[:, :drafts].mul_(DECAY).add_(hits.sum(1))
+
+
+def proposal_of(
+    block: Tensor,
+    drafted: Tensor | SampledBlocks,
+    noise: BlockNoise | None,
+    seeded: Tensor | None,
+    looks_up: Tensor | None = None,
+) -> Proposal | None:
+    """Return what the drafts of a step were drawn from; None if they were not.
+
+    Args:
+        block: int64 `[R, W]`, which the step verifies.
+        drafted, noise, seeded: see `SampledDrafts.choose`.
+        looks_up: bool `[R]`, the requests whose drafts are looked up; None for none. It may not
+            depend on the noise of this block.
+    """
+    if noise is None or not isinstance(drafted, SampledBlocks):
+        return None
+    is_drawn = noise.temperatures > 0
+    for others in (seeded, looks_up):
+        if others is not None:
+            is_drawn = is_drawn & ~others
+    return Proposal(block, is_drawn, drafted.candidates, drafted.scores)

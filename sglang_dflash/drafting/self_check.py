@@ -22,9 +22,16 @@ from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import COUPLED, BlockNoise, SampleFilters
+from sglang_dflash.drafting.noise import (
+    COUPLED,
+    REDRAWING,
+    BlockNoise,
+    Proposal,
+    SampledBlocks,
+    SampleFilters,
+)
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.random_inputs import Cases, RandomInputs
+from sglang_dflash.drafting.random_inputs import Case, Cases, RandomInputs
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
 from sglang_dflash.drafting.text_match import LONGEST_MATCH, SHORTEST_MATCH
@@ -136,7 +143,9 @@ def check_recording(
         noise = BlockNoise(draw.ints(0, 2**62, count), temperatures, seq_lens)
         for label, rule_noise in (("", None), ("coupled ", noise)):
             blocks = recorded.propose(bonus, requests, rule_noise)
-            drafted = (blocks if rule_noise is None else blocks[COUPLED])[:, 1:]
+            if isinstance(blocks, SampledBlocks):
+                blocks = blocks.tokens[COUPLED]
+            drafted = blocks[:, 1:]
             shortfall = eager.head.shortfall(hidden, bonus, drafted, rule_noise).max().item()
             # A NaN fails: it is not below anything.
             if not shortfall <= TOLERANCE[draw.dtype]:
@@ -228,10 +237,6 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
     owner = draw.ints(0, 2 * CONTEXT, CONTEXT + 1).int()
     bonus = draw.ints(0, 4096, REQUESTS)
     drafts, target = (draw.ints(0, 2, REQUESTS, verify_block) for _ in range(2))
-    # With a greedy request.
-    temperatures = draw.ints(0, 2, REQUESTS).float()
-    logits = draw.floats(REQUESTS * (block - 1), 4096)
-    noise = BlockNoise(draw.ints(0, 2**62, REQUESTS), temperatures, seq_lens)
 
     def qk_norm_rope(ops: TorchOps) -> Sequence[Tensor]:
         rotation = ops.rotation(rotary, positions, draw.dtype)
@@ -258,26 +263,55 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         "prepare_block": lambda ops: ops.prepare_block(
             bonus, seq_lens, block, config.mask_token_id
         ),
-        "largest": lambda ops: ops.largest(logits, noise, 0)[:1],
-        # Few tokens are kept, and many.
-        "sample_filtered": lambda ops: [
-            _scores_of_samples(ops, logits[:REQUESTS], noise, top_k) for top_k in (20, 4096)
-        ],
+        "sample": _samples(draw, seq_lens),
         "accept": lambda ops: ops.accept(drafts, target),
     }
     return cases
 
 
-def _scores_of_samples(ops: TorchOps, logits: Tensor, noise: BlockNoise, top_k: int) -> Tensor:
-    """The scores of filtered samples: of those that are equal but for rounding, either is right."""
-    is_sampled = noise.temperatures > 0
-    top_ks = torch.where(is_sampled, top_k, 1).int()
-    top_ps, min_ps = (torch.full_like(noise.temperatures, share) for share in (0.9, 0.01))
-    tokens = ops.sample_filtered(logits, noise, SampleFilters(top_ks, top_ps, min_ps))
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    scores = noise.scores(logits.unflatten(0, (len(is_sampled), -1)), ids).flatten(0, 1)
-    # A wrong kernel may return any number.
-    return scores.gather(1, tokens.clamp(0, len(ids) - 1)[:, None])
+def _samples(draw: RandomInputs, seq_lens: Tensor) -> Case:
+    """Samples of a greedy request, of one whose draft is accepted, and of one whose draft is
+    rejected; without a proposal, too. Few tokens are kept, many, and all."""
+    logits = draw.floats(REQUESTS * 2, 4096)
+    logits[:, 0] = -100
+    temperatures = torch.tensor([0.0, 0.7, 1.0], device=draw.device)
+    noise = BlockNoise(draw.ints(0, 2**62, REQUESTS), temperatures, seq_lens)
+    candidates = torch.stack((logits[::2].argmax(-1), torch.zeros_like(seq_lens)), 1)
+    # The likeliest token is likelier than its draft has it, and the other one impossible.
+    scores = torch.tensor([-9.0, 0.0], device=draw.device).expand(REQUESTS, 1, 2).contiguous()
+    drafts = candidates[torch.arange(REQUESTS), torch.tensor([0, 0, 1])]
+    block, ids = torch.stack((drafts, drafts), 1), torch.arange(4096, device=draw.device)
+    drawn = Proposal(block, temperatures > 0, candidates[:, None], scores)
+
+    def scores_of_samples(
+        ops: TorchOps, filters: SampleFilters | None, proposal: Proposal | None
+    ) -> Tensor:
+        # A wrong kernel may return any number.
+        tokens = ops.sample(logits, noise, filters, proposal).clamp(0, 4095).view(REQUESTS, 2, 1)
+        of_noise = [
+            noise._replace(seeds=noise.seeds ^ other).scores(logits.view(REQUESTS, 2, -1), ids)
+            for other in (0, REDRAWING)
+        ]
+        samples, redrawn = (scores.gather(2, tokens)[..., 0] for scores in of_noise)
+        if proposal is not None:
+            samples[1, 0] = (tokens[1, 0, 0] == drafts[1]).float()
+            samples[2, 0] = redrawn[2, 0]
+        return samples
+
+    def run(ops: TorchOps) -> Sequence[Tensor]:
+        top_ps, min_ps = (torch.full_like(temperatures, share) for share in (0.9, 0.01))
+        kinds: list[SampleFilters | None] = [None]
+        for top_k in (20, 4096):
+            top_ks = torch.where(temperatures > 0, top_k, 1).int()
+            kinds.append(SampleFilters(top_ks, top_ps, min_ps))
+        return [
+            scores_of_samples(ops, filters, proposal)
+            for filters in kinds
+            # With many tokens kept, how the draft was made does not matter.
+            for proposal in ((None,) if filters is kinds[2] else (None, drawn))
+        ]
+
+    return run
 
 
 def _lookup_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
@@ -287,7 +321,7 @@ def _lookup_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
     texts = draw.ints(0, 3, REQUESTS, 2 * CONTEXT).int()
     requests = RequestSlots(texts, rows, seq_lens, CONTEXT)
     drafted, followed = draw.ints(0, 2, REQUESTS, block), draw.ints(-1, 2, REQUESTS, positions)
-    lengths = draw.ints(0, LONGEST_MATCH + 1, REQUESTS)
+    lengths, likeliest = draw.ints(0, LONGEST_MATCH + 1, REQUESTS), draw.ints(0, 2, REQUESTS, block)
     target, looks_up = draw.ints(0, 2, REQUESTS, verify_block), draw.ints(0, 2, REQUESTS) > 0
     of_both = draw.ints(0, 2, 2, REQUESTS, positions)
     by_source = DraftsBySource(of_both, draw.ints(0, CLASSES, REQUESTS), looks_up)
@@ -303,7 +337,9 @@ def _lookup_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         return draft_source
 
     def choose(ops: TorchOps) -> Sequence[Tensor]:
-        chosen, drafts = ops.choose_source(source(), drafted, lengths, followed, verify_block)
+        chosen, drafts = ops.choose_source(
+            source(), drafted, likeliest, lengths, followed, verify_block
+        )
         return chosen, *drafts
 
     def learn(ops: TorchOps) -> Sequence[Tensor]:

@@ -150,7 +150,8 @@ def draft_memory(config: DraftConfig, steps: StepSizes) -> DraftMemory:
     columns = [reach.tokens_read(steps.positions) for reach in reaches]
     vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / steps.ranks)
     tokens = requests * max(verified, steps.most_waiting_steps)
-    recorded = 4 * 8 + 4 + block * 2 * 8 + verified * (2 * 8 + 1 + hidden)
+    drafts = block * 2 * 8 + (block - 1) * config.head.candidates * (8 + 4)
+    recorded = 4 * 8 + 4 + drafts + verified * (2 * 8 + 1 + hidden)
     return DraftMemory(
         scratch_kv=(1 + requests * block * paged) * sum(group.token_bytes for group in steps.kv),
         context_tables=requests

@@ -24,7 +24,7 @@ from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.heads.head import DraftHead, TargetHead
 from sglang_dflash.drafting.heads.plain import HeadModule, KernelBytes
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.noise import BlockNoise, SampledBlocks, likeliest
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -82,6 +82,10 @@ class BigramConfig(HeadConfig):
     def row_values(self) -> int:
         return 64
 
+    @property
+    def candidates(self) -> int:
+        return 1
+
     def moved(self, network: Network, tokens: int, drafted: int) -> int:
         return 5 * drafted
 
@@ -122,12 +126,18 @@ class BigramHead:
         gain = self.own.share * self.own.bigram_gain(hidden)
         return self.target.logits(hidden) + gain * self.own.bigram_table[before]
 
-    def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None
+    ) -> Tensor | SampledBlocks:
         path = [bonus]
         for place in range(1, hidden.shape[1]):
             path.append(self.scores(hidden[:, place], path[-1]).argmax(-1))
         drafted = torch.stack(path[1:], 1)
-        return drafted if noise is None else torch.stack((drafted, drafted))
+        if noise is None:
+            return drafted
+        # It draws nothing: a draft has the probability 1.
+        certain = torch.zeros(*drafted.shape, 1)
+        return SampledBlocks(torch.stack((drafted, drafted)), drafted[..., None], certain)
 
     def shortfall(
         self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None = None
@@ -182,7 +192,7 @@ def test_it_is_loaded_and_proposes(tmp_path: Path) -> None:
     embed, bonus = torch.randn(64, 32), torch.randint(0, 64, (3,))
     hidden = torch.randn(3, 4, 32)
     head = model.make_head(TargetHead(lambda ids: embed[ids], lambda h: h @ embed.T))
-    drafted = head(hidden, bonus, None)
+    drafted = likeliest(head(hidden, bonus, None))
     for request in range(3):
         before = bonus[request]
         for place in range(1, 4):
@@ -259,6 +269,6 @@ def test_its_bytes_are_counted() -> None:
     assert floor[1] - floor[0] == 32 + 15 * 64 + 5 * 15
     # Of 20 tokens, and of 15 drafted ones.
     less, more = step_memory(plain), step_memory(RAW)
-    assert more.logits - less.logits == 15 * 1000
+    assert more.logits - less.logits == 15 * (1000 - 16 * 20)
     # A layer of v1 takes 432 numbers per token, fewer than a commit.
     assert less.activations < more.activations == 20 * 4 * (432 + 1000)

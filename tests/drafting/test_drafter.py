@@ -12,7 +12,7 @@ import torch
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads.head import TargetHead
-from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.noise import BlockNoise, SampledBlocks, likeliest
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
 from tests.conftest import kv_groups, random_model, raw_config, with_own
@@ -112,12 +112,16 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         rows, longest = torch.arange(count), max(requests.lengths)
         slots = RequestSlots(requests.table.int(), rows, lengths, longest)
         states = drafter.forward(bonus, slots)[1]
-        block = drafter.propose(bonus, slots)
+        block = likeliest(drafter.propose(bonus, slots))
         noise = BlockNoise(torch.arange(count), torch.full((count,), 0.8), lengths)
         both = drafter.propose(bonus, slots, noise)
+        assert isinstance(both, SampledBlocks)
         for width in (2, 3):
-            assert drafter.propose(bonus, slots, None, width).equal(block[:, :width])
-            assert drafter.propose(bonus, slots, noise, width).equal(both[..., :width])
+            assert likeliest(drafter.propose(bonus, slots, None, width)).equal(block[:, :width])
+            tokens, *drawn_from = drafter.propose(bonus, slots, noise, width)
+            assert tokens.equal(both.tokens[..., :width])
+            for part, whole in zip(drawn_from, both[1:], strict=True):
+                torch.testing.assert_close(part, whole[:, : width - 1])
     size = options.draft_block
     exact = {
         name: tensor.double() if tensor.is_floating_point() else tensor

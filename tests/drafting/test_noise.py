@@ -13,10 +13,10 @@ from torch import Tensor
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.heads.plain import ArgmaxHead
-from sglang_dflash.drafting.noise import BlockNoise, gumbel
+from sglang_dflash.drafting.noise import COUPLED, BlockNoise, SampledBlocks, gumbel
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.sampled_drafts import SampledDrafts
+from sglang_dflash.drafting.sampled_drafts import SampledDrafts, proposal_of
 from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
 
 VOCAB, BLOCK = 50, 4
@@ -70,9 +70,15 @@ def test_the_noise_is_sglangs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(seen[0], ours)
 
 
+def blocks(tokens: Tensor) -> SampledBlocks:
+    """Blocks by each rule `[2, R, B]`, each draft of which was drawn from one token."""
+    candidates = tokens[COUPLED, :, 1:, None]
+    return SampledBlocks(tokens, candidates, torch.zeros_like(candidates).float())
+
+
 def head_of(tp: TensorParallel, weight: Tensor, first_id: int = 0) -> ArgmaxHead:
     target = TargetHead(lambda ids: ids, lambda x: x @ weight.T, first_id)
-    return ArgmaxHead(target, tp, TorchOps())
+    return ArgmaxHead(target, tp, TorchOps(), candidates=16)
 
 
 def test_a_head_drafts_by_both_rules_on_any_number_of_ranks() -> None:
@@ -80,10 +86,17 @@ def test_a_head_drafts_by_both_rules_on_any_number_of_ranks() -> None:
     weight, hidden = torch.randn(VOCAB, 8), torch.randn(3, BLOCK, 8)
     noise, bonus = noise_of([1.0, 0.0, 5.0]), torch.zeros(3, dtype=torch.int64)
     head = head_of(TensorParallel(), weight)
-    likeliest, coupled = whole = head(hidden, bonus, noise)
+    whole = head(hidden, bonus, noise)
+    assert isinstance(whole, SampledBlocks)
+    likeliest, coupled = whole.tokens
     assert torch.equal(likeliest, head(hidden, bonus, None))
-    scores = noise.scores(hidden[:, 1:] @ weight.T, torch.arange(VOCAB))
-    assert torch.equal(coupled, scores.argmax(-1))
+    # A draft is one of the 16 likeliest tokens.
+    logits, ids = (hidden[:, 1:] @ weight.T).topk(16)
+    scores = noise.scores(logits, ids)
+    assert torch.equal(coupled, ids.gather(-1, scores.argmax(-1, keepdim=True))[..., 0])
+    assert torch.equal(whole.candidates, ids)
+    heat = torch.tensor([1.0, 1.0, 5.0])[:, None, None]
+    torch.testing.assert_close(whole.scores, logits / heat)
     # A greedy request has no noise.
     assert torch.equal(coupled[1], likeliest[1]) and (coupled != likeliest).any()
     sent: list[Tensor] = []
@@ -92,9 +105,9 @@ def test_a_head_drafts_by_both_rules_on_any_number_of_ranks() -> None:
         head_of(tp, shard, first_id)(hidden, bonus, noise)
     both = torch.stack(sent)
     tp = TensorParallel(0, 2, all_gather=lambda _: both)
-    assert torch.equal(
-        head_of(tp, weight[: VOCAB // 2])(hidden, bonus, noise), torch.stack(tuple(whole))
-    )
+    of_ranks = head_of(tp, weight[: VOCAB // 2])(hidden, bonus, noise)
+    for part, expected in zip(of_ranks, whole, strict=True):
+        torch.testing.assert_close(part, expected)
 
 
 def test_the_better_rule_is_found_by_position() -> None:
@@ -105,19 +118,19 @@ def test_the_better_rule_is_found_by_position() -> None:
     noise = noise_of([1.0])._replace(temperatures=torch.tensor([0.0] * 4 + [1.0] * 4))
     for _ in range(steps):
         target = torch.randint(1, 9, (rows, BLOCK))
-        drafted = torch.zeros(2, rows, BLOCK, dtype=torch.int64)
+        drafted, all_ = torch.zeros(2, rows, BLOCK, dtype=torch.int64), torch.ones(rows).bool()
         for rule in (0, 1):
             hit = torch.rand(rows, BLOCK - 1) < torch.tensor([pair[rule] for pair in right])
             # A greedy request's drafts are the other way round.
             hit[:4] = True
             drafted[rule, :, 1:] = target[:, :-1] * hit
         drafted[1, :4, 1:] = 0
-        block, by_rule = drafts.choose(drafted, noise)
+        block, by_rule = drafts.choose(blocks(drafted), noise, all_)
         assert torch.equal(block[:4], drafted[0, :4])
         lengths = torch.randint(1, BLOCK + 1, (rows,))
         drafts.learn(by_rule, Accepted(lengths, target, target[:, 0]))
     assert drafts.couples[1:].tolist() == [True, False]
-    block, _ = drafts.choose(drafted, noise)
+    block, _ = drafts.choose(blocks(drafted), noise, all_)
     assert torch.equal(block[4:, 2], drafted[1, 4:, 2])
     assert torch.equal(block[4:, 3], drafted[0, 4:, 3])
 
@@ -126,7 +139,7 @@ def test_positions_that_were_not_reached_teach_nothing() -> None:
     drafts, noise = SampledDrafts(BLOCK, torch.device("cpu")), noise_of([1.0])
     target = torch.tensor([[5, 6, 7, 8]])
     drafted = torch.tensor([[[0, 5, 6, 7]], [[0, 1, 1, 1]]])
-    _, by_rule = drafts.choose(drafted, noise)
+    _, by_rule = drafts.choose(blocks(drafted), noise, torch.tensor([True]))
     drafts.learn(by_rule, Accepted(torch.tensor([1]), target, target[:, 0]))
     # Only the first draft was judged; the others are coupled until more is known.
     assert drafts.couples.tolist() == [False, True, True]
@@ -137,4 +150,32 @@ def test_without_a_choice_a_block_is_taken_as_it_is() -> None:
     drafts = SampledDrafts(BLOCK, torch.device("cpu"))
     block = torch.ones(1, BLOCK, dtype=torch.int64)
     for noise in (None, noise_of([1.0])):
-        assert drafts.choose(block, noise) == (block, None)
+        assert drafts.choose(block, noise, torch.tensor([True])) == (block, None)
+
+
+def test_without_a_seed_drafts_are_drawn() -> None:
+    """Whatever has been the better rule; and a batch without any seed makes no choice at all."""
+    drafts = SampledDrafts(BLOCK, torch.device("cpu"))
+    drafts._hits[0] = 9
+    drafted, noise = torch.tensor([[[0, 1, 2, 3]] * 3, [[0, 4, 5, 6]] * 3]), noise_of([1.0] * 3)
+    seeded = torch.tensor([True, False, True])
+    block, by_rule = drafts.choose(blocks(drafted), noise, seeded)
+    assert block.tolist() == [[0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 2, 3]]
+    assert by_rule is not None and by_rule.is_chosen.tolist() == seeded.tolist()
+    block, by_rule = drafts.choose(blocks(drafted), noise, None)
+    assert block.equal(drafted[1]) and by_rule is None
+
+
+def test_what_a_step_verifies_was_drawn_or_not() -> None:
+    """Greedy requests have a temperature of 0; a draft that is looked up was not drawn."""
+    drafted = blocks(torch.zeros(2, 4, BLOCK, dtype=torch.int64))
+    noise, block = noise_of([1.0, 0.0, 0.7, 0.7]), drafted.tokens[0]
+    seeded, looks_up = torch.tensor([0, 0, 1, 0]).bool(), torch.tensor([0, 0, 0, 1]).bool()
+    for given, expected in (
+        ((None, None), [True, False, True, True]),
+        ((seeded, looks_up), [True, False, False, False]),
+    ):
+        proposal = proposal_of(block, drafted, noise, *given)
+        assert proposal is not None and proposal.is_drawn.tolist() == expected
+    assert proposal_of(block, block, noise, None) is None
+    assert proposal_of(block, block, None, None) is None

@@ -14,6 +14,7 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters, DraftCounts
 from sglang_dflash.drafting.drafter import Drafter, nonfinite_rows
 from sglang_dflash.drafting.heads.head import TargetHead
+from sglang_dflash.drafting.noise import likeliest
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
 from tests.conftest import kv_groups, random_model, raw_config
@@ -39,7 +40,7 @@ def propose(drafter: Drafter, requests: int = 2) -> torch.Tensor:
         positions = torch.arange(TOKENS).repeat(requests)
         drafter.absorb(hidden, positions, slots.flatten().long())
         rows, lengths = torch.arange(requests), torch.full((requests,), TOKENS)
-        return drafter.propose(rows, RequestSlots(slots, rows, lengths, TOKENS))
+        return likeliest(drafter.propose(rows, RequestSlots(slots, rows, lengths, TOKENS)))
 
 
 def counts(drafter: Drafter) -> DraftCounts:

@@ -18,7 +18,7 @@ from sglang_dflash.drafting.graphs import (
     default_column_buckets,
 )
 from sglang_dflash.drafting.heads.head import TargetHead
-from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise
+from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise, SampledBlocks, likeliest
 from sglang_dflash.drafting.options import Options
 from tests.conftest import kv_groups, random_model, raw_config, with_own
 from tests.recording import OpRecorder, RecordingError
@@ -161,9 +161,10 @@ def test_replayed_steps_are_the_eager_ones(
     for step in range(36):
         count = (1, 3, 4, 2, 6)[step % 5]
         eager, replayed = requests.step(count, block=(4, 8, 3)[step % 3])
-        assert torch.equal(eager, replayed), step
-        if eager.dim() == 3:
-            coupled.append(not torch.equal(eager[LIKELIEST], eager[COUPLED]))
+        assert torch.equal(likeliest(eager), likeliest(replayed)), step
+        if isinstance(eager, SampledBlocks):
+            torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-5)
+            coupled.append(not torch.equal(eager.tokens[LIKELIEST], eager.tokens[COUPLED]))
         for one, other in zip(plain.groups, inner.groups, strict=True):
             a, b = one.cache, other.cache
             # A commit with padding is another product of matrices.
@@ -209,7 +210,7 @@ def test_steps_are_recorded_again_when_weights_are_elsewhere() -> None:
 class BakedIn(Drafter):
     """Reads a request's length in Python."""
 
-    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Any:
         lengths = [int(length) for length in requests.seq_lens]
         fixed = torch.stack([torch.full((), n) for n in lengths])
         return super().propose(bonus, requests._replace(seq_lens=fixed), *how)
@@ -218,7 +219,7 @@ class BakedIn(Drafter):
 class BakedInQuietly(Drafter):
     """The same by `tolist`, which torch's dispatcher does not see on a CPU."""
 
-    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Any:
         fixed = [torch.full((), n) for n in requests.seq_lens.tolist()]
         return super().propose(bonus, requests._replace(seq_lens=torch.stack(fixed)), *how)
 
@@ -231,7 +232,7 @@ def test_a_length_that_is_baked_in_is_caught() -> None:
     with pytest.raises(AssertionError):
         for _ in range(8):
             eager, replayed = requests.step(3)
-            assert torch.equal(eager, replayed)
+            assert torch.equal(likeliest(eager), likeliest(replayed))
 
 
 def test_padding_touches_the_padding_slot_only() -> None:
@@ -259,7 +260,7 @@ def test_without_a_window_the_next_wider_table_is_replayed(raw: dict[str, Any]) 
     requests = Requests(slots, plain, recorded)
     for _ in range(20):
         eager, replayed = requests.step(4)
-        assert (eager == replayed).float().mean() > 0.9
+        assert (likeliest(eager) == likeliest(replayed)).float().mean() > 0.9
     assert recorded.eager > 0 < recorded.replays["propose"]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.noise import SampledBlocks
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.start import build
 from sglang_dflash.serving.step.extension import Extension
@@ -26,10 +27,18 @@ from tests.recording import OpRecorder
 class OtherDrafts(Drafter):
     """Other drafts in a third of the positions."""
 
-    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Tensor:
-        block = super().propose(bonus, requests, *how)
-        block[..., 1::3] = (block[..., 1::3] + 1) % self.model.config.vocab_size
-        return block
+    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Any:
+        return self.others(super().propose(bonus, requests, *how), slice(1, None, 3))
+
+    def others(self, drafted: Tensor | SampledBlocks, places: slice) -> Tensor | SampledBlocks:
+        """The drafts, and what they were drawn from, with other tokens at these places."""
+        size = self.model.config.vocab_size
+        if isinstance(drafted, SampledBlocks):
+            after = slice(places.start - 1, None, places.step)
+            drafted.candidates[:, after] = (drafted.candidates[:, after] + 1) % size
+        tokens = drafted.tokens if isinstance(drafted, SampledBlocks) else drafted
+        tokens[..., places] = (tokens[..., places] + 1) % size
+        return drafted
 
 
 def other_tokens(_module: Any, _args: Any, output: Any) -> None:
@@ -67,15 +76,13 @@ def no_host_lengths(target_worker: Any) -> Extension:
     return Extension(observer=NoHostLengths())
 
 
-class SlowDrafts(Drafter):
+class SlowDrafts(OtherDrafts):
     """Blocks that take many times as long as their verification, with one draft that may be
     right."""
 
-    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Any:
         time.sleep(0.15)
-        block = super().propose(bonus, requests, *how)
-        block[..., 2:] = (block[..., 2:] + 1) % self.model.config.vocab_size
-        return block
+        return self.others(Drafter.propose(self, bonus, requests, *how), slice(2, None))
 
 
 def slow_drafts(_target_worker: Any) -> Extension:

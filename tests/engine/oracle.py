@@ -24,6 +24,7 @@ from torch import Tensor
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.noise import likeliest
 from sglang_dflash.serving.step.extension import Extension
 from sglang_dflash.serving.step.step import Step, StepObserver
 from tests.engine.shown_states import show_states
@@ -61,7 +62,7 @@ class KnownDrafts:
         self.absorb, self.describe, self.report = drafter.absorb, drafter.describe, drafter.report
 
     def propose(self, bonus: Tensor, requests: RequestSlots, *_how: Any) -> Tensor:
-        block = self._drafter.propose(bonus, requests)
+        block = likeliest(self._drafter.propose(bonus, requests))
         rows = zip(self._observer.requests, requests.seq_lens.tolist(), strict=True)
         for row, (request, length) in enumerate(rows):
             drafts = self._drafts(tuple(request.origin_input_ids), length, block.shape[1])

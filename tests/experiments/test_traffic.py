@@ -36,12 +36,10 @@ def test_the_goals(one: DraftLoad) -> None:
     # Of DFlash2 four convolutions of a layer and their two products, and the selector's walk.
     new = 6 * config.num_hidden_layers + 4 if config.head.row_values else 0
     assert found["propose_launches"] <= 11 * config.num_hidden_layers + 9 + 8 * groups + new
-    assert found["greedy_launches"] == found["propose_launches"] and (
-        found["propose_bytes"] <= 1.002 * found["greedy_bytes"]
+    assert found["greedy_launches"] >= found["propose_launches"] and (
+        found["propose_bytes"] <= 1.003 * found["greedy_bytes"]
     )
-    assert (found["unfused_launches"] > 10 * found["propose_launches"]) == bool(
-        config.head.row_values
-    )
+    assert found["unfused_launches"] > 10 * found["propose_launches"]
 
 
 def test_bytes_grow_with_the_window_and_not_with_the_context() -> None:

@@ -16,7 +16,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ from dflash_kernels import (
     convolve,
     draft_source,
     gated_delta_fold,
-    largest,
     prepare_block,
     qk_norm_rope,
     sample_filtered,
+    sample_whole,
     silu_mul,
     text_match,
     walk,
@@ -47,48 +47,17 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.heads.dflash2 import MOST_CANDIDATES
 from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.drafting.draft_source import CLASSES, DECAY, PRIOR_STEPS
+from tests.kernels.case import BYTES, Case, pointer
 from tests.kernels.instructions import WARP, dump, executed
 
 CAPABILITIES = (80, 90, 100, 120)
 TABLE = Path(__file__).with_name("registers.json")
-# Pointers that are neither to floats nor to int64.
-INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner", "p_texts"}
-BOOL = {"p_in_use", "p_taken", "p_looks_up"}
-INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_before",
-         "p_after", "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_seeds", "p_tokens",
-         "p_keys", "p_columns", "p_matches", "p_drafted", "p_followed", "p_classes",
-         "p_class_of_length", "p_counts"}  # fmt: skip
-BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
-FLOAT32 = {"p_best", "p_temperatures", "p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log",
-           "p_totals", "p_maxima", "p_sums", "p_top_ps", "p_min_ps"}  # fmt: skip
 # Qwen3.5-27B's heads, without a convolution bias.
 GATED_DELTA = {"H": 16, "HV": 48, "K": 128, "V": 128, "W": 4, "BLOCK_K": 128, "HAS_BIAS": False,
                "p_bias": None}  # fmt: skip
+NOISE = "p_seeds", "p_temperatures", "p_seq_lens", "p_scores"
+PROPOSAL = "p_block", "p_is_drawn", "p_candidates", "p_scores"
 NO_CHECKPOINTS = {"p_checkpoints": None, "p_steps": None}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kernel with the constants of a launch.
-
-    Attributes:
-        types: Triton types of arguments, by name, where they are not the usual ones.
-        dtype: of pointers to floats.
-        options: of the compiler.
-        since: the first capability that can compile it.
-        logits: that one program is for; 0 if it reads none.
-        turns: of its loop.
-    """
-
-    name: str
-    kernel: Any
-    constants: Mapping[str, Any]
-    types: Mapping[str, str] = field(default_factory=dict)
-    dtype: str = "bf16"
-    options: Mapping[str, int] = field(default_factory=dict)
-    since: int = 80
-    logits: int = 0
-    turns: int = 1
 
 
 def published() -> list[DraftConfig]:
@@ -217,6 +186,27 @@ def source_cases(block: int) -> list[Case]:
     ]
 
 
+def filter_cases(width: int) -> list[Case]:
+    """Return the kernels that sample with filters from logits of that width."""
+    k, filtered = MOST_CANDIDATES, []
+    parts_size = {"BLOCK_PARTS": triton.next_power_of_2(candidates.part_count(width))}
+    types = {"p_out": "*i64", "p_values": "*fp32", "p_logits": "*fp32", "p_top_ks": "*i32"}
+    no_proposal = {"HAS_PROPOSAL": False, **dict.fromkeys(PROPOSAL)}
+    top = {"TOP": k, "BLOCK_TOP": k}
+    for name, constants, warps in (
+        ("sample_candidates", top | no_proposal | {"K": 1, "BLOCK_Q": 1}, 1),
+        ("sample_candidates drawn", top | {"HAS_PROPOSAL": True, "K": 16, "BLOCK_Q": 16}, 4),
+        (f"sample_candidates drawn k{k}", top | {"HAS_PROPOSAL": True, "K": k, "BLOCK_Q": k}, 4),
+        ("sample_others", {"BLOCK": sample_filtered.BLOCK}, 4),
+    ):
+        kernel = getattr(sample_filtered, f"{name.split()[0]}_kernel")
+        options = {"num_warps": warps}
+        filtered.append(
+            Case(name, kernel, {**constants, **parts_size}, types=types, options=options)
+        )
+    return filtered
+
+
 def dflash2_cases() -> list[Case]:
     """Return cases at z-lab's shapes: blocks of 8 and 16, 2 taps over groups of 16 channels, 16
     candidates, tables of rank 256. Logits are of the largest vocabulary that SGLang serves."""
@@ -234,16 +224,7 @@ def dflash2_cases() -> list[Case]:
         )
         for no_sums in (no_sums, {})
     ]
-    k = MOST_CANDIDATES
-    parts_size = {"BLOCK_PARTS": triton.next_power_of_2(candidates.part_count(width))}
-    types = {"p_out": "*i64", "p_values": "*fp32", "p_logits": "*fp32", "p_top_ks": "*i32"}
-    for name, constants, warps in (
-        ("sample_candidates", {"K": k, "BLOCK_K": k}, 1),
-        ("sample_others", {"BLOCK": sample_filtered.BLOCK}, 4),
-    ):
-        kernel = getattr(sample_filtered, f"{name}_kernel")
-        options = {"num_warps": warps}
-        found.append(Case(name, kernel, {**constants, **parts_size}, types=types, options=options))
+    found += filter_cases(width)
     for k in (16, MOST_CANDIDATES):
         sizes = {"K": k, "TOP": candidates.top(k), "BLOCK": candidates.block(width, k)}
         found.append(
@@ -264,8 +245,9 @@ def dflash2_cases() -> list[Case]:
             none = {} if extra else {"p_bias": None}
             name = f"convolve b{block}{' bias' * extra}"
             found.append(Case(name, convolve.convolve_kernel, {**shape, **none}))
-            none = {} if extra else dict.fromkeys(("p_seeds", "p_temperatures", "p_seq_lens"))
+            none = {} if extra else dict.fromkeys(NOISE)
             shape = {"P": block - 1, "K": k, "RANK": rank, "BLOCK_K": k, "BLOCK_R": rank}
+            shape |= {"HAS_EDGES": True}
             found.append(
                 Case(
                     f"walk b{block} k{k} r{rank}{' noise' * extra}",
@@ -302,19 +284,28 @@ def cases() -> dict[str, Case]:
         ]
     matched = {"LONGEST": text_match.LONGEST_MATCH, "PIECE": text_match.PIECE}
     found.append(Case("find_match", text_match.find_match_kernel, matched))
-    chunk = {"CHUNK": largest.CHUNK, "BLOCK": largest.BLOCK}
-    plain = {**chunk, "HAS_CAP": False, "HAS_TOKENS": False, "p_tokens": None}
-    scaled = {**chunk, "HAS_CAP": True, "HAS_TOKENS": True}
-    parts = {"p_ids": "*i32", "p_out": "*fp32", "p_out_ids": "*i64"}
-    scales = {**parts, "MULTIPLIER": "fp32", "SOFTCAP": "fp32"}
-    turns = {"logits": largest.CHUNK, "turns": largest.CHUNK // largest.BLOCK}
+    # Of a draft without a selector.
+    edges = dict.fromkeys(("p_hidden", "p_predecessors", "p_successors"))
+    for noisy in (False, True):
+        shape = {"P": 15, "K": 16, "RANK": 0, "BLOCK_K": 16, "BLOCK_R": 1, "HAS_EDGES": False}
+        none = {} if noisy else dict.fromkeys(NOISE)
+        types = {"p_out": "*i64", "p_logits": "*fp32"}
+        shape |= {"HAS_NOISE": noisy, **edges, **none}
+        found.append(Case(f"walk b16 k16{' noise' * noisy}", walk.walk_kernel, shape, types=types))
+    chunk = {"CHUNK": sample_whole.CHUNK, "BLOCK": sample_whole.BLOCK}
+    chunk |= {"BLOCK_PARTS": triton.next_power_of_2(candidates.part_count(2**18))}
+    parts = {"p_ids": "*i32", "p_out": "*i64"}
+    turns = {"logits": sample_whole.CHUNK, "turns": sample_whole.CHUNK // sample_whole.BLOCK}
     # Parts of a vocabulary of 248,320.
     merge, options = {"BLOCK": 32}, {"num_warps": 1}
-    found += [
-        Case("largest", largest.largest_kernel, plain, types=scales, **turns),
-        Case("largest scaled", largest.largest_kernel, scaled, types=scales, **turns),
-        Case("merge_largest", largest.merge_largest_kernel, merge, types=parts, options=options),
-    ]
+    for drawn in (False, True):
+        shape = {**chunk, "HAS_PROPOSAL": drawn, "K": 16, "BLOCK_Q": 16}
+        shape |= {} if drawn else dict.fromkeys((*PROPOSAL, "p_maxima", "p_sums"))
+        kernel, name = sample_whole.sample_whole_kernel, f"sample_whole drawn={drawn}"
+        # With a proposal there is a loop in the loop.
+        found.append(Case(name, kernel, shape, types=parts, **({} if drawn else turns)))
+    kernel = sample_whole.merge_samples_kernel
+    found.append(Case("merge_samples", kernel, merge, types=parts, options=options))
     one = {"BLOCK_B": accept.BLOCK}
     found.append(Case("accept", accept.accept_kernel, one, options=options))
     found.append(Case("silu_mul", silu_mul.silu_mul_kernel, {"BLOCK": silu_mul.BLOCK}))
@@ -328,13 +319,6 @@ def cases() -> dict[str, Case]:
     for config in (*drafts, replace(wide, head_dim=256)):
         found += [*attention_cases(config), *layer_cases(config), *step_cases(config)]
     return {case.name: case for case in found}
-
-
-def pointer(name: str, dtype: str) -> str:
-    for names, kind in ((INT32, "i32"), (BOOL, "i1"), (INT64, "i64"), (FLOAT32, "fp32")):
-        if name in names:
-            return f"*{kind}"
-    return f"*{dtype}"
 
 
 def resources(case: Case, capability: int) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
         newest = ids[:, 0].contiguous()
         match = ops.find_match(newest, table[:, : COLUMNS - 7], requests, block - 1)
         for width in (3, block):
-            _, drafts = ops.choose_source(source, ids, *match, width)
+            _, drafts = ops.choose_source(source, ids, ids, *match, width)
             ops.learn_source(source, drafts, ops.accept(ids[:, :width], ids[:, :width].clone()))
         replay.commit(accepted.lengths, None)
         replay.commit(accepted.lengths, Checkpoints(rows, rows))

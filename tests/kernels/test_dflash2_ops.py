@@ -9,8 +9,8 @@ from dflash_kernels.draft_ops import TritonOps
 from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.drafting.noise import BlockNoise
-from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.noise import COUPLED, BlockNoise
+from sglang_dflash.drafting.ops import Edges, TorchOps
 from tests.conftest import raw_config, with_own
 from tests.errors import refused
 from tests.kernels.support import DEVICE, Canaries, counted_bytes
@@ -112,7 +112,8 @@ def test_a_draft_has_no_more_candidates_than_the_kernel_takes() -> None:
 
 @pytest.mark.parametrize("noisy", [False, True], ids=["plain", "noise"])
 @pytest.mark.parametrize(
-    ("requests", "drafts", "k", "rank"), [(5, 3, 4, 8), (2, 7, 5, 33), (1, 1, 1, 16), (0, 3, 4, 8)]
+    ("requests", "drafts", "k", "rank"),
+    [(5, 3, 4, 8), (2, 7, 5, 33), (1, 1, 1, 16), (0, 3, 4, 8), (5, 3, 16, 0)],
 )
 @DTYPES
 def test_walk(
@@ -132,13 +133,18 @@ def test_walk(
     temperatures = torch.tensor([0.7, 3.0, 0.0, 1.0, 1.3], device=DEVICE)[:requests]
     seq_lens = torch.randint(0, 2**20, (requests,), device=DEVICE)
     noise = BlockNoise(seeds, temperatures, seq_lens) if noisy else None
-    given = (logits, ids, hidden, bonus, tables[0], tables[1])
-    expected = TorchOps().walk(*given, noise)
+    given = (logits, ids, bonus, Edges(hidden, *tables) if rank else None)
+    expected, scores = TorchOps().walk(*given, noise)
     out = canaries.around(torch.full_like(expected, 7))
+    drawn_by = None if scores is None else canaries.around(torch.full_like(scores, 7))
     with counted_bytes() as bytes_:
-        walk.walk(out, *given, noise)
+        walk.walk(out, drawn_by, *given, noise)
     bytes_.check(walk.traffic(requests, drafts, k, rank, hidden.element_size(), noise=noisy))
     assert torch.equal(out, expected)
+    if drawn_by is not None and scores is not None:
+        # Of what follows a token that is none, there is no meaning.
+        drawn_by[1:3], scores[1:3] = 0, 0
+        torch.testing.assert_close(drawn_by, scores, atol=1e-3, rtol=1e-5)
     assert canaries.are_alive()
     if requests > 2:
         likeliest = expected[0] if noisy else expected
@@ -157,6 +163,6 @@ def test_noise_of_the_walk_is_that_of_the_drafts() -> None:
     ones, positions = torch.ones(count, device=DEVICE), torch.arange(count, device=DEVICE) * 7919
     noise = BlockNoise(seeds, ones, positions)
     logits, bonus = torch.zeros(count, 2, k, device=DEVICE), torch.zeros_like(seeds)
-    found = TritonOps().walk(logits, ids, zeros, bonus, table, table, noise)[1]
+    found = TritonOps().walk(logits, ids, bonus, Edges(zeros, table, table), noise)[0][COUPLED]
     best = noise.scores(logits, ids).argmax(-1, keepdim=True)
     assert torch.equal(found, ids.gather(-1, best)[..., 0])

@@ -49,12 +49,15 @@ def test_the_kernel_chooses_as_its_twin(requests: int, most: int, width: int, dr
     lengths = torch.arange(requests, device=DEVICE) % (LONGEST_MATCH + 1)
     # Some ids are of images, or of places outside of the text.
     followed = torch.randint(-2, VOCAB + 2, (requests, most - 1), device=DEVICE)
-    canaries = Canaries()
-    given = canaries.around(block), canaries.around(lengths), canaries.around(followed)
+    likeliest, canaries = tokens(requests, drafted), Canaries()
+    # A match of any length begins as the draft does, and unlike it.
+    likeliest[::2, 1] = followed[::2, 0]
+    followed[1::2, 0] = (likeliest[1::2, 1] + 1) % VOCAB
+    given = [canaries.around(x) for x in (block, likeliest, lengths, followed)]
     with counted_bytes() as counted:
-        got, by_source = TritonOps().choose_source(source, *given, width)
+        got, by_source = TritonOps().choose_source(source, *given, width=width)
     counted.check(draft_source.choose_traffic(requests, width, drafted))
-    expected, of_twin = TorchOps().choose_source(twin, block, lengths, followed, width)
+    expected, of_twin = TorchOps().choose_source(twin, block, likeliest, lengths, followed, width)
     assert torch.equal(got, expected) and all(map(torch.equal, by_source, of_twin))
     assert canaries.are_alive() and torch.equal(source.totals, twin.totals)
     if requests > LONGEST_MATCH:
@@ -93,7 +96,7 @@ def test_a_choice_and_its_outcome_are_what_the_kernels_leave_alone() -> None:
     """Outside of a narrow step nothing is learned; what a choice was made from stays."""
     source, before = sources(8)
     block, lengths = tokens(4, 8), torch.full((4,), 9, device=DEVICE)
-    _, by_source = TritonOps().choose_source(source, block, lengths, tokens(4, 7), 3)
+    _, by_source = TritonOps().choose_source(source, block, block, lengths, tokens(4, 7), 3)
     copies = [x.clone() for x in by_source]
     target = tokens(4, 3)
     outcome = Accepted(torch.full((4,), 2, device=DEVICE), target, target[:, 1])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from dflash_kernels import accept, candidates, largest, prepare_block, sample_filtered
+from dflash_kernels import accept, candidates, prepare_block, sample_filtered, sample_whole
 from dflash_kernels.draft_ops import TritonOps
 from torch import Tensor
 
-from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale, SampleFilters, gumbel
+from sglang_dflash.drafting import target_samples
+from sglang_dflash.drafting.noise import COUPLED, BlockNoise, Proposal, SampleFilters, gumbel
 from sglang_dflash.drafting.ops import TorchOps
 from tests.kernels.support import DEVICE, Canaries, counted_bytes
 
@@ -57,70 +60,104 @@ def test_accept(requests: int, block: int) -> None:
         assert set(got[0].tolist()) >= {1, 2, 3, block}
 
 
-LARGEST = {
-    # R, P, V; what is odd about it.
-    "several-chunks": (3, 4, 2 * largest.CHUNK + 77),
-    "one-draft": (2, 1, 50),
+WHOLE = {
+    # R, W, V; what is odd about it.
+    "several-chunks": (3, 4, 2 * sample_whole.CHUNK + 77),
+    "one-position": (2, 1, 50),
     "many-requests": (8, 3, 300),
-    "a-rank": (2, 2, 1000),
-    # Of a draft vocabulary, and a draft whose logits are capped.
-    "scaled": (4, 2, 300),
 }
 
 
-@pytest.mark.parametrize("case", LARGEST)
+@pytest.mark.parametrize("case", WHOLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_largest(case: str, dtype: torch.dtype) -> None:
-    requests, drafts, vocab = LARGEST[case]
-    scale = LogitScale(0.7, 3.0) if case == "scaled" else PLAIN
-    first_id, count = (vocab if case in ("a-rank", "scaled") else 0), requests * drafts
+def test_sample_whole(case: str, dtype: torch.dtype) -> None:
+    requests, positions, vocab = WHOLE[case]
+    count = requests * positions
     logits = (4 * torch.randn(count, vocab + 8, device=DEVICE)).to(dtype)[:, :vocab]
     temperatures = torch.rand(requests, device=DEVICE) + 0.3
     temperatures[1::3] = 0
     seeds = torch.randint(-(2**63), 2**63 - 1, (requests,), device=DEVICE)
     noise = BlockNoise(seeds, temperatures, ids(requests, most=300000))
-    if case == "one-draft":
-        logits[0] = -torch.inf  # nothing is the largest
     if case == "many-requests":
-        logits[5, 7], logits[9, 8] = torch.nan, torch.inf
-        logits[12, 20:30] = logits[12].max() + 1  # of equal ones, the first
-    columns = first_id + vocab
-    token_ids = 5 + 3 * torch.arange(columns, device=DEVICE) if case == "scaled" else None
+        logits[3, 20:30] = logits[3].max() + 1  # of equal ones, the first
+        logits[5, 7] = torch.inf
     canaries = Canaries()
-    best = canaries.around(torch.full((2, count), -7.0, device=DEVICE))
-    tokens = canaries.around(torch.full((2, count), -7, dtype=torch.int64, device=DEVICE))
+    tokens = canaries.around(torch.full((count,), -7, dtype=torch.int64, device=DEVICE))
     with counted_bytes() as counted:
-        largest.largest(best, tokens, logits, *noise, first_id, scale, token_ids)
-    if token_ids is None:
-        counted.check(largest.traffic(count, vocab, logits.element_size()))
+        sample_whole.sample_whole(tokens, logits, noise, None)
+    counted.check(sample_whole.traffic(count, vocab, logits.element_size()))
     assert canaries.are_alive()
-    expected, likeliest = TorchOps().largest(logits, noise, first_id, scale, token_ids)
-    finite = expected.isfinite()
-    assert torch.equal(best.isfinite(), finite)
-    torch.testing.assert_close(best[finite], expected[finite], atol=2e-5, rtol=1e-5)
-    assert torch.equal(tokens[0][finite[0]], likeliest[0][finite[0]])
     # Noise is float32 here and float64 there: another token is right if its score is as large.
-    of_columns = torch.arange(columns, device=DEVICE) if token_ids is None else token_ids
-    rows = noise.scores(
-        logits.unflatten(0, (requests, drafts)), of_columns[first_id:], scale=scale
-    ).flatten(0, 1)
-    taken = rows.gather(1, (tokens[1][:, None] - first_id).clamp(0, vocab - 1))[:, 0]
-    torch.testing.assert_close(taken[finite[1]], expected[1][finite[1]], atol=2e-5, rtol=1e-5)
+    columns = torch.arange(vocab, device=DEVICE)
+    scores = noise.scores(logits.unflatten(0, (requests, positions)), columns).flatten(0, 1)
+    taken = scores.gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(taken, scores.amax(1), atol=2e-5, rtol=1e-5)
     if case == "many-requests":
-        assert tokens[0, 12] == 20 and not finite[:, [5, 9]].any()
+        assert tokens[3] == 20 and tokens[5] == 7
 
 
 def test_the_kernels_noise_is_the_targets() -> None:
     """They are equal to float32's rounding, also where noise is largest: there it decides."""
-    count = 200_000
+    count, more = 200_000, 2e-5
     noise = BlockNoise(ids(1, most=99), torch.ones(1, device=DEVICE), ids(1, most=99))
-    tokens = torch.arange(count, device=DEVICE)
-    exact = gumbel(noise.seeds, noise.seq_lens, tokens)
+    exact = gumbel(noise.seeds, noise.seq_lens, torch.arange(count, device=DEVICE))
     likely = exact.topk(20).indices
-    for token in [*likely.tolist(), int(exact.argmin()), 0, 5]:
-        logits = torch.full((1, 1), 0.0, device=DEVICE)
-        best, _ = TritonOps().largest(logits, noise, token)
-        assert float(best[1, 0]) == pytest.approx(float(exact[token]), rel=1e-6, abs=1e-6)
+    for token in [*likely[::7].tolist(), int(exact.argmin()), 0, 5]:
+        # All scores are 0 but for rounding, and this one's is not.
+        logits = -exact[None].float()
+        logits[0, token] += more
+        assert TritonOps().sample(logits, noise, None).item() == token
+
+
+def proposal_of(logits: Tensor, noise: BlockNoise, k: int) -> Proposal:
+    """Drafts of some requests that were drawn, from k tokens of which most are among the target's
+    likeliest, and of the others; the last drafts of each block were not drawn."""
+    requests, positions, vocab = len(noise.seeds), len(logits) // len(noise.seeds), logits.shape[1]
+    drafts = positions + 2
+    own = logits.view(requests, positions, vocab).float()[:, :1].expand(-1, drafts, -1)
+    best = (own + 4 * torch.rand_like(own)).topk(k).indices
+    walked, scores = TorchOps().walk(
+        torch.randn(requests, drafts, k, device=DEVICE), best, best[:, 0, 0], None, noise
+    )
+    if requests > 4:
+        scores[4, 0, 1] = torch.nan  # of a draft that computed nothing finite
+    block = torch.cat((best[:, 0, :1], walked[COUPLED]), 1)[:, :positions]
+    is_drawn = (torch.arange(requests, device=DEVICE) % 3 != 2) & (noise.temperatures > 0)
+    return Proposal(block, is_drawn, best, scores)
+
+
+def check_samples(
+    tokens: Tensor, logits: Tensor, noise: BlockNoise, filters: Any, proposal: Proposal | None
+) -> None:
+    """The twin's, but for what a rounding decides: a twin of logits that are larger or smaller by
+    a few roundings takes another one there, too."""
+    near = [
+        TorchOps().sample(logits.double() * (1 + change), noise, filters, proposal)
+        for change in (0.0, 3e-5, -3e-5)
+    ]
+    is_right = torch.stack([tokens == one for one in near]).any(0)
+    assert is_right.all() and (near[0] == tokens).float().mean() > 0.98
+
+
+@pytest.mark.parametrize(
+    ("requests", "positions", "vocab", "k"), [(9, 3, 300, 4), (40, 2, 40, 16), (3, 2, 9000, 3)]
+)
+def test_samples_after_drawn_drafts(requests: int, positions: int, vocab: int, k: int) -> None:
+    logits = 2 * torch.randn(requests * positions, vocab, device=DEVICE)
+    temperatures = torch.rand(requests, device=DEVICE) + 0.5
+    temperatures[1] = 0
+    seeds = torch.randint(-(2**63), 2**63 - 1, (requests,), device=DEVICE)
+    noise = BlockNoise(seeds, temperatures, ids(requests, most=300000))
+    proposal, canaries = proposal_of(logits, noise, k), Canaries()
+    out = canaries.around(torch.full((len(logits),), -7, dtype=torch.int64, device=DEVICE))
+    sample_whole.sample_whole(out, logits, noise, proposal)
+    assert canaries.are_alive()
+    check_samples(out, logits, noise, None, proposal)
+    if requests > 9:
+        accepted = out.view(requests, -1)[:, :-1] == proposal.block[:, 1:]
+        of_drawn = accepted[proposal.is_drawn]
+        assert of_drawn.any() and not of_drawn.all()
+        assert (out != TorchOps().sample(logits, noise, None)).any()
 
 
 @pytest.mark.parametrize(
@@ -128,14 +165,21 @@ def test_the_kernels_noise_is_the_targets() -> None:
     [(32, 1, 20, torch.float32), (2, 2, 101, torch.bfloat16), (1, 1, 5, torch.float32)],
     ids=str,
 )
+@pytest.mark.parametrize("drawn", [False, True], ids=["", "drawn"])
 def test_sample_filtered(
-    requests: int, positions: int, vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    requests: int,
+    positions: int,
+    vocab: int,
+    dtype: torch.dtype,
+    drawn: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of several parts, with equal logits and forbidden ones, that keep few tokens or many."""
     # The interpreter sorts slowly.
     for module, name, value in (
         (candidates, "CHUNK", 8), (candidates, "CHUNKS", 4),
         (sample_filtered, "MOST_CANDIDATES", 8), (sample_filtered, "BLOCK", 32),
+        (target_samples, "MOST_CANDIDATES", 8),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     count = requests * positions
@@ -154,9 +198,10 @@ def test_sample_filtered(
     noise = BlockNoise(seeds, temperatures, ids(requests, most=300000))
     filters, canaries = SampleFilters(top_ks, top_ps, min_ps), Canaries()
     out = canaries.around(torch.full((count,), -7, dtype=torch.int64, device=DEVICE))
-    sample_filtered.sample_filtered(out, logits, noise, filters)
+    proposal = proposal_of(logits, noise, min(3, vocab)) if drawn else None
+    sample_filtered.sample_filtered(out, logits, noise, filters, proposal)
     assert canaries.are_alive()
-    assert torch.equal(out, TorchOps().sample_filtered(logits, noise, filters))
+    check_samples(out, logits, noise, filters, proposal)
     if requests > 1:
         likeliest = logits[positions : 2 * positions].float()
         assert torch.equal(out[positions : 2 * positions], likeliest.argmax(-1))

@@ -56,7 +56,7 @@ class WatchedDrafter(Drafter):
     rare: Counter[str]
     runner: Any
 
-    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Any:
         free = free_slots(self.runner.token_to_kv_pool_allocator)
         for group in self.groups:
             entries, live = group.cache.find(free)

@@ -107,11 +107,13 @@ class DFlash2Config(HeadConfig):
         return values
 
     @property
+    def candidates(self) -> int:
+        return super().candidates if self.selector is None else self.selector.top_k
+
+    @property
     def position_bytes(self) -> int:
-        """Keys, values and ids of the candidates, and the projected hidden state in float32."""
-        if self.selector is None:
-            return 0
-        return self.selector.top_k * (8 + 4 + 8) + 4 * self.selector.rank
+        """And the projected hidden state in float32."""
+        return super().position_bytes + (0 if self.selector is None else 4 * self.selector.rank)
 
     def activations(self, network: Network) -> int:
         """A convolution's input and output, and the kernels of both, projected at once."""

@@ -94,9 +94,16 @@ class HeadConfig:
         return 0
 
     @property
+    def candidates(self) -> int:
+        """Tokens that a draft of a sampled request is drawn from, if there are as many; 1 for a
+        head that does not draw."""
+        return 16
+
+    @property
     def position_bytes(self) -> int:
-        """Bytes that are alive at once for a drafted position, beside its logits."""
-        return 0
+        """Bytes that are alive at once for a drafted position, beside its logits: keys, values and
+        ids of the candidates."""
+        return self.candidates * (8 + 4 + 8)
 
     def activations(self, network: Network) -> int:
         """Numbers per token that are alive at once in a layer, beyond those of v1."""

@@ -6,7 +6,7 @@ taps, C groups of channels, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.heads.dflash2 import Convolution, DFlash2Config, Selector
-from sglang_dflash.drafting.heads.head import Around, DraftHead, Finish, TargetHead, by_request
-from sglang_dflash.drafting.heads.plain import HeadModule, KernelBytes
-from sglang_dflash.drafting.noise import LIKELIEST, BlockNoise, LogitScale
-from sglang_dflash.drafting.ops import TorchOps, candidate_scores
-from sglang_dflash.drafting.parallel import TensorParallel, candidates_of_ranks, taken_of_shards
+from sglang_dflash.drafting.heads.head import Around, DraftHead, Finish, TargetHead
+from sglang_dflash.drafting.heads.plain import CandidateHead, HeadModule
+from sglang_dflash.drafting.ops import Edges, TorchOps
+from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.random_inputs import Cases, RandomInputs
 
 
@@ -50,7 +49,14 @@ class DFlash2Module(HeadModule):
     def over(self, target: TargetHead) -> DraftHead:
         if self.candidate_selector is None:
             return super().over(target)
-        return SelectorHead(self.candidate_selector, target, self.tp, self.scale, self.ops)
+        return SelectorHead(
+            target=target,
+            tp=self.tp,
+            ops=self.ops,
+            candidates=self.candidates,
+            scale=self.scale,
+            selector=self.candidate_selector,
+        )
 
     def check_cases(self, draw: RandomInputs, requests: int, block: int) -> Cases:
         config, head, cases = self.config, cast(DFlash2Config, self.config.head), Cases()
@@ -60,51 +66,14 @@ class DFlash2Module(HeadModule):
             base = draw.floats(taps, width)
             dynamic = draw.floats(requests, block, taps, width // head.convolution.group_size)
             cases["convolve"] = lambda ops: (ops.convolve(x, base, dynamic, bias),)
-        weights, selector = self.candidate_selector, head.selector
-        if weights is not None and selector is not None:
-            vocabulary = (config.draft_vocab_size or config.vocab_size) // self.tp.size
-            logits = draw.floats(requests, max(vocabulary, selector.top_k))
-            shape = requests, block - 1, selector.top_k
-            walk = (
-                draw.floats(*shape).float(),
-                draw.ints(0, config.vocab_size, *shape),
-                draw.floats(*shape[:2], selector.rank),
-                draw.ints(0, config.vocab_size, requests),
-                weights.predecessor_codebook,
-                weights.successor_codebook,
-            )
-            temperatures = torch.linspace(0.0, 1.5, requests, device=draw.device)
-            noise = BlockNoise(
-                draw.ints(0, 2**62, requests), temperatures, draw.ints(0, 4096, requests)
-            )
-            cases["candidates"] = lambda ops: ops.candidates(logits, selector.top_k)
-            cases["walk"] = lambda ops: (
-                _likeness(walk, ops.walk(*walk)[None], noise).to(draw.dtype),
-                _likeness(walk, ops.walk(*walk, noise), noise).to(draw.dtype),
-            )
-        return cases
+        return cases | super().check_cases(draw, requests, block)
 
-    def timed_ops(
-        self, logits: Tensor, bonus: Tensor, noise: BlockNoise, kernel_bytes: KernelBytes
-    ) -> dict[str, tuple[Callable[[], object], int]]:
-        weights, requests = self.candidate_selector, len(bonus)
+    def edges(self, hidden: Callable[[int], Tensor]) -> Edges | None:
+        weights = self.candidate_selector
         if weights is None:
-            return {}
-        k, ops, vocabulary = weights.top_k, self.ops, self.config.vocab_size
+            return None
         tables = weights.predecessor_codebook, weights.successor_codebook
-        shape, rank = (requests, len(logits) // requests, k), tables[0].shape[1]
-        walked = (
-            torch.randn(shape, device=logits.device),
-            torch.randint(vocabulary, shape, device=logits.device),
-            logits.new_empty(*shape[:2], rank).normal_(),
-        )
-        once = logits.numel() * logits.element_size()
-        least = kernel_bytes("walk", *shape, rank, logits.element_size(), noise=True)
-        return {
-            "candidates": (lambda: ops.candidates(logits, k), once),
-            "torch.topk": (lambda: logits.topk(k), once),
-            "walk": (lambda: ops.walk(*walked, bonus, *tables, noise), least),
-        }
+        return Edges(hidden(tables[0].shape[1]), *tables)
 
 
 class LayerConvolutions(nn.Module):
@@ -162,80 +131,18 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(width, config.rank, bias=False)
 
 
-@dataclass(frozen=True)
-class SelectorHead:
+@dataclass(frozen=True, kw_only=True)
+class SelectorHead(CandidateHead):
     """The head of DFlash2: a walk over the likeliest tokens of each position, in which each token
     depends on the one before it.
 
     `CandidateSelector` in SGLang's `srt/models/dflash.py` computes the same from a lattice of all
     pairs of candidates. A walk needs the row of the token that was taken only.
-
-    Letters in shapes: K candidates.
     """
 
     selector: CandidateSelector
-    target: TargetHead
-    tp: TensorParallel
-    scale: LogitScale
-    ops: TorchOps
 
-    def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
-        drafts, selector = hidden[:, 1:], self.selector
-        logits, ids = self._candidates(self.target.logits(drafts.flatten(0, 1)))
-        shape = (*drafts.shape[:2], selector.top_k)
-        return self.ops.walk(
-            self.scale(logits).view(shape),
-            ids.view(shape),
-            selector.hidden_projection(drafts),
-            bonus,
-            selector.predecessor_codebook,
-            selector.successor_codebook,
-            noise,
-        )
-
-    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest logits `[N, K]` of all ranks, in descending order, and their tokens."""
-        values, columns = self.ops.candidates(logits, self.selector.top_k)
-        columns = columns + self.target.first_id
-        return candidates_of_ranks(values, self.target.tokens(columns), self.tp)
-
-    def shortfall(
-        self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None = None
-    ) -> Tensor:
-        return by_request(self._gaps, hidden, bonus, ids, noise)
-
-    def _gaps(
-        self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None
-    ) -> tuple[Tensor, Tensor]:
-        drafts, selector = hidden[:, 1:], self.selector
-        logits = self.target.logits(drafts.flatten(0, 1))
-        values, candidates = self._candidates(logits)
-        columns = self.target.columns(ids.flatten()) - self.target.first_id
-        taken = taken_of_shards(logits, columns, self.tp)
-        # What was taken, then the candidates.
-        tokens = torch.cat((ids[..., None], candidates.view(*ids.shape, -1)), -1)
-        unary = self.scale(torch.cat((taken[:, None], values.float()), -1)).view(tokens.shape)
-        before = torch.cat((bonus[:, None], ids[:, :-1]), 1)
-        tables = selector.predecessor_codebook, selector.successor_codebook
-        scores = candidate_scores(
-            unary, tokens, selector.hidden_projection(drafts), before, *tables
-        )
-        if noise is not None:
-            scores = noise.scores(scores, tokens)
-        return scores[..., 1:].amax(-1) - scores[..., 0], scores[..., 1:].abs().amax()
-
-
-def _likeness(walk: Sequence[Tensor], tokens: Tensor, noise: BlockNoise) -> Tensor:
-    """1 where a walk's tokens `[rules, R, P]` have the largest score after the tokens before them,
-    and less by a share of the largest score where they have not: rounding may decide between two.
-    """
-    logits, ids, hidden, bonus, *tables = walk
-    likeness = []
-    for rule, taken in enumerate(tokens):
-        # What is no token has no likeness.
-        before = torch.cat((bonus[:, None], taken[:, :-1]), 1).clamp(0, len(tables[0]) - 1)
-        scores = candidate_scores(logits, ids, hidden, before, *tables)
-        scores = scores if rule == LIKELIEST else noise.scores(scores, ids)
-        taken_scores = scores.where(ids == taken[..., None], -torch.inf).amax(-1)
-        likeness.append(1 - (scores.amax(-1) - taken_scores) / scores.abs().amax())
-    return torch.stack(likeness)
+    def edges(self, drafts: Tensor) -> Edges:
+        weights = self.selector
+        tables = weights.predecessor_codebook, weights.successor_codebook
+        return Edges(weights.hidden_projection(drafts), *tables)

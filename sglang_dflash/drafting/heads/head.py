@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.noise import BlockNoise, SampledBlocks
 
 # (output of a sublayer, bias to add to it) -> the same, or what stands for it and no bias.
 Finish = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -28,13 +28,14 @@ def unchanged(x: Tensor) -> tuple[Tensor, Finish]:
 class DraftHead(Protocol):
     """Hidden states `[R, B, E]`, the first ones the bonus tokens', to drafted tokens."""
 
-    def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None
+    ) -> Tensor | SampledBlocks:
         """Draft what follows the bonus tokens int64 `[R]`.
 
         Returns:
-            Ids int64, -1 where the draft computed nothing finite. Without noise `[R, B - 1]`, the
-            likeliest tokens. With noise `[2, R, B - 1]`: the likeliest tokens, and the coupled ones
-            (`noise.RULES`).
+            Without noise ids int64 `[R, B - 1]`, the likeliest tokens; with noise by each of
+            `noise.RULES`. -1 where the draft computed nothing finite.
         """
 
     def shortfall(

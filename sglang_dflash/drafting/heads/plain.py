@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,18 +10,26 @@ from torch import Tensor, nn
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.heads.head import Around, DraftHead, TargetHead, by_request, unchanged
-from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
-from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.noise import (
+    LIKELIEST,
+    PLAIN,
+    BlockNoise,
+    LogitScale,
+    SampledBlocks,
+)
+from sglang_dflash.drafting.ops import Edges, TorchOps, candidate_scores
 from sglang_dflash.drafting.parallel import (
     TensorParallel,
     argmax_of_shards,
-    largest_of_ranks,
+    candidates_of_ranks,
     taken_of_shards,
 )
 from sglang_dflash.drafting.random_inputs import Cases, RandomInputs
 
 # (kernel, its shape ...) -> bytes of one launch, by the `traffic` of `dflash_kernels.KERNEL`.
 KernelBytes = Callable[..., int]
+# (logits, ids, bonus, edges) of `TorchOps.walk`
+Walk = tuple[Tensor, Tensor, Tensor, Edges | None]
 
 
 class HeadModule(nn.Module):
@@ -48,16 +56,51 @@ class HeadModule(nn.Module):
 
     def over(self, target: TargetHead) -> DraftHead:
         """The head over an embedding and lm_head."""
-        return ArgmaxHead(target, self.tp, self.ops, self.scale)
+        return ArgmaxHead(target, self.tp, self.ops, self.candidates, self.scale)
+
+    @property
+    def candidates(self) -> int:
+        """K, the tokens that a draft of a sampled request is drawn from."""
+        vocabulary = self.config.draft_vocab_size or self.config.vocab_size
+        return min(self.config.head.candidates, vocabulary // self.tp.size)
+
+    def edges(self, hidden: Callable[[int], Tensor]) -> Edges | None:
+        """Return what scores of candidates depend on besides logits; None for nothing.
+
+        Args:
+            hidden: rank r -> projected hidden states `[R, P, r]`, for checks.
+        """
+        return None
 
     def check_cases(self, draw: RandomInputs, requests: int, block: int) -> Cases:
-        """The fused operations that only this head has, on random inputs, for the check at
-        start-up: it compares the results of `ops` with torch's.
+        """The fused operations of this head, on random inputs, for the check at start-up: it
+        compares the results of `ops` with torch's.
 
         Args:
             block: B, tokens of the block that the draft fills.
         """
-        return {}
+        vocab_size, k = self.config.vocab_size, self.candidates
+        vocabulary = (self.config.draft_vocab_size or vocab_size) // self.tp.size
+        logits = draw.floats(requests, vocabulary)
+        shape = requests, block - 1, k
+        edges = self.edges(lambda rank: draw.floats(*shape[:2], rank))
+        bonus = draw.ints(0, vocab_size, requests)
+        walk = draw.floats(*shape).float(), draw.ints(0, vocab_size, *shape), bonus, edges
+        temperatures = torch.linspace(0.0, 1.5, requests, device=draw.device)
+        noise = BlockNoise(
+            draw.ints(0, 2**62, requests), temperatures, draw.ints(0, 4096, requests)
+        )
+
+        def check_walk(ops: TorchOps) -> Sequence[Tensor]:
+            tokens, scores = ops.walk(*walk, noise)
+            return [
+                _likeness(walk, ops.walk(*walk)[0][None], noise).to(draw.dtype),
+                _likeness(walk, tokens, noise).to(draw.dtype),
+                # Those of further positions depend on what was taken.
+                *(() if scores is None else (scores[:, 0].to(draw.dtype),)),
+            ]
+
+        return {"candidates": lambda ops: ops.candidates(logits, k), "walk": check_walk}
 
     def timed_ops(
         self, logits: Tensor, bonus: Tensor, noise: BlockNoise, kernel_bytes: KernelBytes
@@ -69,27 +112,59 @@ class HeadModule(nn.Module):
             bonus: int64 `[R]`.
             noise: of R sampled requests.
         """
-        return {}
+        k, ops, vocabulary = self.candidates, self.ops, self.config.vocab_size
+        shape = (len(bonus), len(logits) // len(bonus), k)
+        edges = self.edges(lambda rank: logits.new_empty(*shape[:2], rank).normal_())
+        rank = 0 if edges is None else edges.hidden.shape[-1]
+        scores = torch.randn(shape, device=logits.device)
+        ids = torch.randint(vocabulary, shape, device=logits.device)
+        once = logits.numel() * logits.element_size()
+        least = kernel_bytes("walk", *shape, rank, logits.element_size(), noise=True)
+        return {
+            "candidates": (lambda: ops.candidates(logits, k), once),
+            "torch.topk": (lambda: logits.topk(k), once),
+            "walk": (lambda: ops.walk(scores, ids, bonus, edges, noise), least),
+        }
 
 
 @dataclass(frozen=True)
-class ArgmaxHead:
-    """The head of DFlash v1: the token of the largest logit, at every position."""
+class CandidateHead:
+    """A head that takes one of the likeliest tokens of each position.
+
+    Letters in shapes: K candidates; P drafts of a block.
+
+    Attributes:
+        candidates: K.
+    """
 
     target: TargetHead
     tp: TensorParallel
     ops: TorchOps
+    candidates: int
     scale: LogitScale = PLAIN
 
-    def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
-        logits, first_id = self.target.logits(hidden[:, 1:].flatten(0, 1)), self.target.first_id
-        if noise is None:
-            drafted = argmax_of_shards(logits, first_id, self.tp)
-            return self.target.tokens(drafted).unflatten(0, (len(hidden), -1))
-        token_ids = self.target.token_ids
-        best, columns = self.ops.largest(logits, noise, first_id, self.scale, token_ids)
-        drafted = largest_of_ranks(best.flatten(), columns.flatten(), self.tp)
-        return self.target.tokens(drafted).view(len(RULES), len(hidden), -1)
+    def edges(self, drafts: Tensor) -> Edges | None:
+        """Return what scores depend on besides logits, of hidden states `[R, P, E]`; None for
+        nothing."""
+        raise NotImplementedError
+
+    def __call__(
+        self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None
+    ) -> Tensor | SampledBlocks:
+        drafts = hidden[:, 1:]
+        values, ids = self._candidates(self.target.logits(drafts.flatten(0, 1)))
+        shape = (*drafts.shape[:2], ids.shape[1])
+        logits = self.scale(values).view(shape)
+        ids = ids.view(shape)
+        tokens, scores = self.ops.walk(logits, ids, bonus, self.edges(drafts), noise)
+        return tokens if scores is None else SampledBlocks(tokens, ids, scores)
+
+    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest logits `[N, K]` of all ranks, in descending order, and their tokens."""
+        values, columns = self.ops.candidates(logits, self.candidates)
+        if self.target.first_id:
+            columns = columns + self.target.first_id
+        return candidates_of_ranks(values, self.target.tokens(columns), self.tp)
 
     def shortfall(
         self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None = None
@@ -97,16 +172,53 @@ class ArgmaxHead:
         return by_request(self._gaps, hidden, bonus, ids, noise)
 
     def _gaps(
-        self, hidden: Tensor, _bonus: Tensor, ids: Tensor, noise: BlockNoise | None
+        self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None
     ) -> tuple[Tensor, Tensor]:
-        logits = self.target.logits(hidden[:, 1:].flatten(0, 1)).float()
-        first_id = self.target.first_id
-        if noise is not None:
-            tokens = self.target.tokens(torch.arange(logits.shape[1], device=ids.device) + first_id)
-            of_requests = logits.unflatten(0, (len(ids), -1))
-            logits = noise.scores(of_requests, tokens, scale=self.scale).flatten(0, 1)
-        columns = self.target.columns(ids.flatten()) - first_id
+        drafts = hidden[:, 1:]
+        logits = self.target.logits(drafts.flatten(0, 1))
+        values, candidates = self._candidates(logits)
+        columns = self.target.columns(ids.flatten()) - self.target.first_id
         taken = taken_of_shards(logits, columns, self.tp)
-        parts = torch.stack((logits.amax(1), logits.abs().amax(1)))
-        best, scale = self.tp.all_gather(parts).amax(0)
-        return (best - taken).view(ids.shape), scale.amax()
+        # What was taken, then the candidates.
+        tokens = torch.cat((ids[..., None], candidates.view(*ids.shape, -1)), -1)
+        scores = self.scale(torch.cat((taken[:, None], values.float()), -1)).view(tokens.shape)
+        edges, before = self.edges(drafts), torch.cat((bonus[:, None], ids[:, :-1]), 1)
+        if edges is not None:
+            scores = candidate_scores(scores, tokens, before, edges)
+        if noise is not None:
+            scores = noise.scores(scores, tokens)
+        return scores[..., 1:].amax(-1) - scores[..., 0], scores[..., 1:].abs().amax()
+
+
+class ArgmaxHead(CandidateHead):
+    """The head of DFlash v1: the token of the largest logit, at every position."""
+
+    def edges(self, drafts: Tensor) -> None:
+        del drafts
+
+    def __call__(
+        self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None
+    ) -> Tensor | SampledBlocks:
+        if noise is not None:
+            return super().__call__(hidden, bonus, noise)
+        logits, first_id = self.target.logits(hidden[:, 1:].flatten(0, 1)), self.target.first_id
+        drafted = argmax_of_shards(logits, first_id, self.tp)
+        return self.target.tokens(drafted).unflatten(0, (len(hidden), -1))
+
+
+def _likeness(walk: Walk, tokens: Tensor, noise: BlockNoise) -> Tensor:
+    """1 where a walk's tokens `[rules, R, P]` have the largest score after the tokens before them,
+    and less by a share of the largest score where they have not: rounding may decide between two.
+    """
+    logits, ids, bonus, edges = walk
+    likeness = []
+    for rule, taken in enumerate(tokens):
+        scores, before = logits, torch.cat((bonus[:, None], taken[:, :-1]), 1)
+        if edges is not None:
+            # What is no token has no likeness.
+            before = before.clamp(0, len(edges.predecessors) - 1)
+            scores = candidate_scores(scores, ids, before, edges)
+        scores = scores if rule == LIKELIEST else noise.scores(scores, ids)
+        taken_scores = scores.where(ids == taken[..., None], -torch.inf).amax(-1)
+        likeness.append(1 - (scores.amax(-1) - taken_scores) / scores.abs().amax())
+    return torch.stack(likeness)

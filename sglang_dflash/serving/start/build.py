@@ -184,7 +184,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         widths = StepWidths(plan.policy, plan.model.tp, StepClock(plan.device))
         fused = sampling_ops(plan.model.ops, runner.sampler)
         target_tokens = TargetTokens(runner.sampler, ranks, penalties, fused)
-        target_tokens.warm_up(vocab_size, plan.device)
+        target_tokens.warm_up(vocab_size, plan.model.head.candidates, plan.device)
         return DFlashWorker(
             verify_block=block,
             carried=allocated.carried,
@@ -298,8 +298,7 @@ def keep_last_hidden_states(model: Any) -> None:
 
 
 def sampling_ops(ops: TorchOps, sampler: Any) -> TorchOps | None:
-    """Return the operations with our sampling kernels; None for SGLang's sampler: on CPUs, under
-    deterministic inference, which promises SGLang's own tokens, and with a sampler of the
-    operator's own (`register_sampler_backend`)."""
-    is_sglangs = type(sampler) is Sampler and not sampler.enable_deterministic
-    return ops if is_sglangs and type(ops) is not TorchOps else None
+    """Return the operations that draw samples; None for SGLang's sampler: under deterministic
+    inference, which promises SGLang's own tokens, and with a sampler of the operator's own
+    (`register_sampler_backend`)."""
+    return ops if type(sampler) is Sampler and not sampler.enable_deterministic else None

@@ -9,6 +9,7 @@ from copy import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
@@ -51,14 +52,23 @@ class Seeds:
         rows = batch.req_pool_indices.long()
         self._by_row[rows] = to_device(drawn, rows.device)
 
+    def has_own(self, batch: ScheduleBatch) -> Tensor | None:
+        """Return which requests ask for their seed, bool `[R]`; None if none does."""
+        flags = [_asks_for_seed(request) for request in batch.reqs]
+        return to_device(torch.tensor(flags), batch.seq_lens.device) if any(flags) else None
+
     def of(self, request: Any) -> int:
         """A request's seed. A retracted request keeps it: it depends on the request's id only.
 
         Of several answers to one prompt (`n`) each has its own, whatever the request asks for:
         they would all be the same.
         """
-        params = request.sampling_params
-        if params.sampling_seed is not None and params.n == 1:
-            return params.sampling_seed
+        if _asks_for_seed(request):
+            return request.sampling_params.sampling_seed
         drawn = hashlib.blake2b(f"{self.secret}/{request.rid}".encode(), digest_size=8).digest()
         return int.from_bytes(drawn, "little", signed=True)
+
+
+def _asks_for_seed(request: Any) -> bool:
+    params = request.sampling_params
+    return params.sampling_seed is not None and params.n == 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.common.log import Log
-from sglang_dflash.drafting.noise import COUPLED, BlockNoise, SampleFilters
+from sglang_dflash.drafting.noise import BlockNoise, Proposal, SampleFilters
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
@@ -37,7 +37,7 @@ class TargetTokens:
         penalties: BlockPenalties,
         ops: TorchOps | None = None,
     ) -> None:
-        """`ops`: have kernels of samples; None if SGLang's sampler draws them."""
+        """`ops`: draw samples; None if SGLang's sampler does."""
         self._sampler, self._ranks, self.penalties = sampler, ranks, penalties
         self._ops = ops
         self._warned = set[str]()
@@ -49,6 +49,7 @@ class TargetTokens:
         block: Tensor,
         positions: Tensor,
         make_grammar_masks: Callable[[], Any],
+        proposal: Proposal | None = None,
     ) -> Tensor:
         """Tokens int64 `[R, W]` of the target.
 
@@ -60,6 +61,7 @@ class TargetTokens:
             block: int64 `[R, W]`.
             positions: int64 `[R, W]`.
             make_grammar_masks: from `sampling.prepare_grammar_masks`.
+            proposal: None if no draft was drawn, see `draws`.
         """
         logits = output.next_token_logits
         masks = make_grammar_masks()
@@ -71,7 +73,7 @@ class TargetTokens:
             sampling.sanitize_nan_logits(logits, "sampler: next_token_logits")
             tokens = logits.argmax(-1)
         else:
-            tokens = self._sample(batch, output, positions)
+            tokens = self._sample(batch, output, positions, proposal)
         self._ranks.target_tokens(tokens, info, self._sampler)
         return tokens.view(block.shape)
 
@@ -102,8 +104,16 @@ class TargetTokens:
                 by_position, lambda first: sampling.apply_custom_logit_processor(first, info)
             )
 
+    def draws(self, batch: ScheduleBatch) -> bool:
+        """Return whether `__call__` can take drafts that were drawn."""
+        return self._ops is not None and batch.sampling_info.sampling_mask_batch_indices is None
+
     def _sample(
-        self, batch: ScheduleBatch, output: sampling.LogitsProcessorOutput, positions: Tensor
+        self,
+        batch: ScheduleBatch,
+        output: sampling.LogitsProcessorOutput,
+        positions: Tensor,
+        proposal: Proposal | None,
     ) -> Tensor:
         """Sample a token int64 `[R * W]` from each row of the logits `[R * W, V]`.
 
@@ -115,8 +125,8 @@ class TargetTokens:
         large batch, is made only if something else is still to be computed from them.
         """
         logits = output.next_token_logits
-        if self._ops is not None and batch.sampling_info.sampling_mask_batch_indices is None:
-            return self._sample_by_kernels(self._ops, batch, logits, positions)
+        if self._ops is not None and self.draws(batch):
+            return self._sample_by_ops(self._ops, batch, logits, positions, proposal)
         sampled = sampling.LogitsProcessorOutput(
             next_token_logits=logits.clone() if batch.return_logprob else logits
         )
@@ -125,28 +135,39 @@ class TargetTokens:
         output.sampling_mask_output = sampled.sampling_mask_output
         return tokens
 
-    def _sample_by_kernels(
-        self, ops: TorchOps, batch: ScheduleBatch, logits: Tensor, positions: Tensor
+    def _sample_by_ops(
+        self,
+        ops: TorchOps,
+        batch: ScheduleBatch,
+        logits: Tensor,
+        positions: Tensor,
+        proposal: Proposal | None,
     ) -> Tensor:
         """Samples int64 `[R * W]` of logits that stay as they are."""
         sampling.sanitize_nan_logits(logits, "sampler: next_token_logits")
         info = batch.sampling_info
         noise = sampling.sampled_noise(info, positions[:, 0].contiguous())
-        if sampling.is_unfiltered(batch):
-            return ops.largest(logits, noise, 0)[1][COUPLED]
-        return ops.sample_filtered(
-            logits, noise, SampleFilters(info.top_ks, info.top_ps, info.min_ps)
-        )
+        filters = SampleFilters(info.top_ks, info.top_ps, info.min_ps)
+        is_unfiltered = sampling.is_unfiltered(batch)
+        return ops.sample(logits, noise, None if is_unfiltered else filters, proposal)
 
-    def warm_up(self, vocab_size: int, device: torch.device) -> None:
+    def warm_up(self, vocab_size: int, candidates: int, device: torch.device) -> None:
         """Let the kernels of samples be compiled for the target's logits, before a request needs
-        them."""
-        if self._ops is not None:
-            zeros, ones = (make(1, device=device) for make in (torch.zeros, torch.ones))
-            noise = BlockNoise(zeros.long(), ones, zeros.long())
-            logits = torch.zeros(1, vocab_size, device=device)
-            self._ops.largest(logits, noise, 0)
-            self._ops.sample_filtered(logits, noise, SampleFilters(ones.int(), ones, zeros))
+        them.
+
+        Args:
+            candidates: of a draft (`HeadModule.candidates`).
+        """
+        if self._ops is None:
+            return
+        zeros, ones = (make(1, device=device) for make in (torch.zeros, torch.ones))
+        noise = BlockNoise(zeros.long(), ones, zeros.long())
+        block, scores = zeros.long().repeat(1, 2), zeros.repeat(1, 1, candidates)
+        drawn = Proposal(block, ones > 0, scores.long(), scores)
+        logits = torch.zeros(2, vocab_size, device=device)
+        for filters in (None, SampleFilters(ones.int(), ones, zeros)):
+            for proposal in (None, drawn):
+                self._ops.sample(logits, noise, filters, proposal)
 
     def single_token_mask(self, batch: ScheduleBatch, mask: Sequence[bool]) -> Tensor | None:
         """The mask of `Step.takes_one_token` on the device, bool `[R]`; None if no request does."""

@@ -19,7 +19,7 @@ from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.noise import BlockNoise, likeliest
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.serving.gpu.backends import ATTENTION, draft_ops
 from sglang_dflash.serving.start.plan import Plan
@@ -145,7 +145,7 @@ class LoadedDraft:
         steps = torch.arange(block, device=self.targets.device)
 
         def run() -> None:
-            ids = drafter.propose(self.bonus, self.requests)
+            ids = likeliest(drafter.propose(self.bonus, self.requests))
             accepted = ops.accept(ids, self.targets)
             committed = (steps < accepted.lengths[:, None]).flatten()
             drafter.absorb(self.hidden, self.positions, self.slots, committed=committed)

@@ -18,7 +18,7 @@ from sglang_dflash.drafting.attention.capabilities import Capabilities
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.groups import clear
-from sglang_dflash.drafting.noise import BlockNoise, SampleFilters
+from sglang_dflash.drafting.noise import BlockNoise, Proposal, SampleFilters
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
 from sglang_dflash.drafting.recurrent.replay import fold_ as torch_fold_
 from sglang_dflash.drafting.self_check import check_attention, check_ops, check_recording
@@ -196,7 +196,6 @@ def time_kernels(
     logits = torch.randn(requests * (block - 1), vocabulary, device=device, dtype=dtype)
     lengths = torch.full((requests,), TEXT, device=device)
     noise = BlockNoise(ints(2**62, requests), torch.ones(requests, device=device), lengths)
-    greedy = noise._replace(temperatures=torch.zeros_like(noise.temperatures))
     # As the models' generation_config.json has them.
     filters = SampleFilters(
         torch.full((requests,), 20, dtype=torch.int32, device=device),
@@ -205,14 +204,21 @@ def time_kernels(
     )
     ids, bonus = ints(vocabulary, requests, block), ints(vocabulary, requests)
     texts = ints(vocabulary, requests + 1, TEXT + block).int()
+    candidates = ints(vocabulary, requests, block - 2, model.head.candidates)
+    drawn = Proposal(
+        ids[:, : block - 1], bonus >= 0, candidates, torch.zeros_like(candidates).float()
+    )
     rows = 1 + torch.arange(requests, device=device)
     request_slots = RequestSlots(texts, rows, lengths, TEXT)
     logits_bytes = logits.numel() * logits.element_size()
     lookup_bytes = sum(text_match.find_traffic([TEXT] * requests, TEXT))
     runs: dict[str, tuple[Callable[[], object], int]] = {
-        "largest": (lambda: ops.largest(logits, greedy, 0), logits_bytes),
-        "largest, sampled": (lambda: ops.largest(logits, noise, 0), logits_bytes),
-        "sample_filtered": (lambda: ops.sample_filtered(logits, noise, filters), logits_bytes),
+        "sample": (lambda: ops.sample(logits, noise, None), logits_bytes),
+        "sample, filtered": (lambda: ops.sample(logits, noise, filters), logits_bytes),
+        "sample, drawn": (lambda: ops.sample(logits, noise, None, drawn), 2 * logits_bytes),
+        "sample, filtered, drawn": (
+            lambda: ops.sample(logits, noise, filters, drawn), logits_bytes
+        ),
         "accept": (lambda: ops.accept(ids, ids), sum(accept.traffic(requests, block))),
         "lookup": (
             lambda: ops.find_match(bonus, texts, request_slots, block - 1), lookup_bytes

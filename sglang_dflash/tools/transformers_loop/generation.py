@@ -20,9 +20,17 @@ from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import BlockNoise, gumbel
+from sglang_dflash.drafting.noise import (
+    BlockNoise,
+    Proposal,
+    SampledBlocks,
+    SampleFilters,
+    gumbel,
+    likeliest,
+)
 from sglang_dflash.drafting.options import Options, ResolvedOptions
-from sglang_dflash.drafting.sampled_drafts import SampledDrafts
+from sglang_dflash.drafting.sampled_drafts import DraftsByRule, SampledDrafts, proposal_of
+from sglang_dflash.drafting.target_samples import sample
 from sglang_dflash.tools.transformers_loop.checks import check_new_tokens, check_pair, prompt_ids
 from sglang_dflash.tools.transformers_loop.target_cache import TargetCache, capture_hidden
 
@@ -49,13 +57,15 @@ class Generation:
 class Sampler:
     """The target's sampler, with noise from a hash, as in SGLang's seeded sampling.
 
-    A text depends only on its prompt, these values and the logits, not on how it is drafted.
+    A text depends only on its prompt, these values and the logits, not on how it is drafted; if
+    `draws`, it only has the target's distribution, and more drafts are accepted.
 
     Attributes:
         temperature: 0 is greedy, and the other attributes have no effect.
         top_k: number of tokens to sample from; 0 for all.
         top_p: probability mass to sample from.
         seed: by default drawn from torch's generator.
+        draws: whether drafts are drawn from the draft's distribution (`drafting.noise`).
 
     Raises:
         ConfigError: a value is out of range.
@@ -65,6 +75,7 @@ class Sampler:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = field(default_factory=lambda: int(torch.randint(2**63 - 1, ())))
+    draws: bool = False
 
     def __post_init__(self) -> None:
         heat = self.temperature
@@ -79,14 +90,34 @@ class Sampler:
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", self.seed, "a number from 0 to 2**63 - 1 is required")
 
-    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Sample tokens int64 `[N]` after `positions` int64 `[N]`, from logits `[N, V]`."""
+    def __call__(
+        self, logits: Tensor, positions: Tensor, proposal: Proposal | None = None
+    ) -> Tensor:
+        """Sample tokens int64 `[N]` after adjacent `positions` int64 `[N]`, from logits `[N, V]`.
+
+        Args:
+            proposal: of the drafts at the positions after the first; None if none were drawn.
+        """
         if self.temperature == 0:
             return logits.argmax(-1)
+        noise = self.noise(positions[:1])
+        if proposal is not None and noise is not None:
+            top_ks = torch.full_like(positions[:1], self.top_k or logits.shape[-1])
+            shares = torch.tensor([[self.top_p], [0.0]], device=logits.device)
+            return sample(logits, noise, SampleFilters(top_ks, *shares), proposal)
         p_target = target_probabilities(logits, self.temperature, self.top_k, self.top_p)
         ids = torch.arange(logits.shape[-1], device=logits.device)
         seed = torch.tensor(self.seed, device=logits.device)
         return (p_target.double().log() + gumbel(seed, positions[:, None], ids)).argmax(-1)
+
+    def block(
+        self, drafts: SampledDrafts, drafted: Tensor | SampledBlocks, noise: BlockNoise | None
+    ) -> tuple[Tensor, DraftsByRule | None, Proposal | None]:
+        """The block to verify, what it was chosen from, and what it was drawn from, see
+        `SampledDrafts`."""
+        all_seeded = torch.ones_like(likeliest(drafted)[:, 0], dtype=torch.bool)
+        block, by_rule = drafts.choose(drafted, noise, None if self.draws else all_seeded)
+        return block, by_rule, proposal_of(block, drafted, noise, None) if self.draws else None
 
     def noise(self, length: Tensor) -> BlockNoise | None:
         """Return the noise of a block whose bonus token is at `length` int64 `[1]`."""
@@ -180,9 +211,9 @@ def spec_generate(
         while not done:
             noise, at = choose.noise(length), positions[int(length) :][:verify_block]
             drafted = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)), noise)
-            block, by_rule = drafts.choose(drafted, noise)
+            block, by_rule, proposal = choose.block(drafts, drafted, noise)
             out = target(input_ids=block, past_key_values=target_cache.cache, use_cache=True)
-            accepted = accept(block, choose(out.logits[0], at)[None])
+            accepted = accept(block, choose(out.logits[0], at, proposal)[None])
             drafts.learn(by_rule, accepted)
             count = int(accepted.lengths)
             drafter.absorb(hidden()[:count], at[:count], at[:count])

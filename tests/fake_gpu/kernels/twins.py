@@ -16,7 +16,6 @@ from torch import Tensor
 from sglang_dflash.drafting import ops
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, fill_context_table
-from sglang_dflash.drafting.noise import PLAIN, BlockNoise
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.rope import Rotary
 from tests.fake_gpu.launches import kernel
@@ -81,32 +80,25 @@ def write_context(
     OPS.write_context(cache, kv, entries, positions, k_weights, rotary, eps)
 
 
-def largest(
-    best: Tensor,
-    ids: Tensor,
-    logits: Tensor,
-    seeds: Tensor,
-    temperatures: Tensor,
-    seq_lens: Tensor,
-    first_id: int,
-    scale: Any = PLAIN,
-    token_ids: Tensor | None = None,
-) -> None:
-    noise = BlockNoise(seeds, temperatures, seq_lens)
-    for to, result in zip(
-        (best, ids), OPS.largest(logits, noise, first_id, scale, token_ids), strict=True
-    ):
-        to.copy_(result)
-
-
 def candidates(values: Tensor, columns: Tensor, logits: Tensor) -> None:
     found = OPS.candidates(logits, values.shape[1])
     for to, result in zip((values, columns), found, strict=True):
         to.copy_(result)
 
 
-def sample_filtered(out: Tensor, logits: Tensor, noise: Any, filters: Any) -> None:
-    out.copy_(OPS.sample_filtered(logits, noise, filters))
+def walk(out: Tensor, scores: Tensor | None, *given: Any) -> None:
+    tokens, found = OPS.walk(*given)
+    out.copy_(tokens)
+    if scores is not None and found is not None:
+        scores.copy_(found)
+
+
+def sample_whole(out: Tensor, logits: Tensor, noise: Any, proposal: Any) -> None:
+    out.copy_(OPS.sample(logits, noise, None, proposal))
+
+
+def sample_filtered(out: Tensor, logits: Tensor, noise: Any, filters: Any, proposal: Any) -> None:
+    out.copy_(OPS.sample(logits, noise, filters, proposal))
 
 
 def block_attention(
@@ -152,7 +144,8 @@ OF_OPS: dict[str, Callable[..., None]] = {
     "qk_norm_rope": with_frequencies(qk_norm_rope, 4),
     "silu_mul": kernel(silu_mul),
     "write_context": with_frequencies(write_context, 5),
-    "largest": kernel(largest),
+    "walk": kernel(walk),
+    "sample_whole": kernel(sample_whole),
     "candidates": kernel(candidates),
     "sample_filtered": kernel(sample_filtered),
 }

@@ -93,7 +93,7 @@ def distrust_the_draft(worker: Any) -> None:
     width = worker.verify_block
     known = RequestSlots(worker.req_to_token, torch.tensor([0]), torch.tensor([0]), 0)
     for _ in range(3):
-        block = worker.lookup.fill(torch.full((1, 4), 20), known, width)
+        block, _ = worker.lookup.fill(*2 * [torch.full((1, 4), 20)], known, width)
         worker.lookup.learn(accept(block, torch.full((1, width), 9)))
 
 
@@ -106,7 +106,8 @@ def test_drafts_are_looked_up_and_counted(verify_block: int | None) -> None:
     known = RequestSlots(worker.req_to_token, torch.tensor([1, 2]), lengths, 9)
     drafted = torch.tensor([[4, 20, 20, 20], [11, 20, 20, 20]])
     distrust_the_draft(worker)
-    block = worker.lookup.fill(drafted, known, worker.verify_block)
+    block, looks_up = worker.lookup.fill(drafted, drafted, known, worker.verify_block)
+    assert looks_up.tolist() == [True, False]
     # The rest of the block is no draft.
     rest = worker.verify_block - 4
     assert block[0].tolist() == [4, *([5, 6, 3, 4] * 8)[: 3 + rest]]
@@ -127,7 +128,7 @@ def test_ids_of_images_are_not_proposed() -> None:
     )
     drafted = torch.tensor([[3, 20, 21, 22]])
     distrust_the_draft(worker)
-    assert worker.lookup.fill(drafted, known, 4).tolist() == [[3, 20, 21, 3]]
+    assert worker.lookup.fill(drafted, drafted, known, 4)[0].tolist() == [[3, 20, 21, 3]]
 
 
 def test_a_prompt_in_pieces_and_decoding_requests_beside_it() -> None:

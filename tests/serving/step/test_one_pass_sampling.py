@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments.launches import StepContents, bytes_of, record_launches
+from sglang_dflash.drafting.noise import Proposal
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32
 from sglang_dflash.serving.start import build
@@ -123,13 +124,10 @@ def test_which_batches_they_are_of(changes: dict[str, Any], calls: int) -> None:
     given: list[Tensor] = []
 
     class Fused(TorchOps):
-        def largest(self, logits: Tensor, *of: Any) -> tuple[Tensor, Tensor]:
+        @staticmethod
+        def sample(logits: Tensor, *of: Any) -> Tensor:
             given.append(logits.clone())
-            return super().largest(logits, *of)
-
-        def sample_filtered(self, logits: Tensor, *of: Any) -> Tensor:
-            given.append(logits.clone())
-            return super().sample_filtered(logits, *of)
+            return TorchOps.sample(logits, *of)
 
     class Noted(Sampler):
         def __call__(self, output: Any, *_: Any) -> Tensor:
@@ -149,13 +147,18 @@ def test_which_batches_they_are_of(changes: dict[str, Any], calls: int) -> None:
         assert found[1].tolist() == logits[BLOCK:].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(("top_k", "bytes_"), [(TOP_K_ALL, 1.01), (20, 1.06)])
-def test_logits_are_read_once(top_k: int, bytes_: float) -> None:
-    """64 requests of 16 tokens, and the vocabulary of Qwen3.5: a gigabyte."""
+@pytest.mark.parametrize(
+    ("top_k", "drawn", "bytes_"),
+    [(TOP_K_ALL, False, 1.01), (20, False, 1.06), (20, True, 1.06), (TOP_K_ALL, True, 2.06)],
+)
+def test_logits_are_read_once(top_k: int, drawn: bool, bytes_: float) -> None:
+    """64 requests of 16 tokens, and the vocabulary of Qwen3.5: a gigabyte. Twice, if all drafts
+    that were drawn from 16 tokens are rejected, and all tokens are kept."""
     rows, width, vocabulary = 64, 16, 248_320
     with FakeTensorMode(), torch.device("cuda"):
         info = sampling_info(
-            **UNFILTERED | {"top_ks": torch.full((rows,), top_k)},
+            **UNFILTERED
+            | {"top_ks": torch.full((rows,), top_k), "need_top_k_sampling": top_k < TOP_K_ALL},
             sampling_seed=torch.zeros(rows, dtype=torch.int64),
             temperatures=torch.ones(rows, 1), top_ps=torch.ones(rows), min_ps=torch.zeros(rows),
         )  # fmt: skip
@@ -163,17 +166,19 @@ def test_logits_are_read_once(top_k: int, bytes_: float) -> None:
         logits = torch.empty(rows * width, vocabulary)
         block = torch.zeros(rows, width, dtype=torch.int64)
         batch = batch_of(request_of(top_k=top_k), sampling_info=info)
+        scores = torch.zeros(rows, width - 1, 16)
+        proposal = Proposal(block, info.top_ps > 0, scores.long(), scores) if drawn else None
         with record_launches(StepContents([])) as found:
-            tokens(batch, output_of(logits), block, block, lambda: None)
+            tokens(batch, output_of(logits), block, block, lambda: None, proposal)
     assert bytes_of(found) < bytes_ * logits.nbytes
     assert len(found) < 10
 
 
 def test_deterministic_inference_has_sglangs_own() -> None:
-    """It promises the tokens of SGLang alone; on a CPU they are SGLang's anyway."""
-    gpu, on, off = TritonOps(), made(sglangs.Sampler, True), made(sglangs.Sampler, False)
-    assert build.sampling_ops(gpu, on) is None and build.sampling_ops(TorchOps(), off) is None
-    assert build.sampling_ops(gpu, off) is gpu
+    """It promises the tokens of SGLang alone."""
+    for ops in (TritonOps(), TorchOps()):
+        assert build.sampling_ops(ops, made(sglangs.Sampler, True)) is None
+        assert build.sampling_ops(ops, made(sglangs.Sampler, False)) is ops
 
 
 def test_a_sampler_of_the_operators_own_samples() -> None:

@@ -5,13 +5,14 @@ By Cauchy and Schwarz a law at a total variation distance of D makes the statist
 4 ANSWERS D^2 or more: the test finds D = 0.015 with a probability above 0.999.
 
 With acceptance by a ratio of probabilities, noise that drafts and residual share is a bias
-(vllm-project/vllm#54282): the same test sees it.
+(vllm-project/vllm#54282), and so is a draft that was drawn and decides whether it is used: the same
+test sees both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from sglang.srt.layers import sampler as sglangs
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted, accept
-from sglang_dflash.drafting.noise import COUPLED, BlockNoise, gumbel
-from sglang_dflash.drafting.sampled_drafts import SampledDrafts
+from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise, SampledBlocks, gumbel
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.sampled_drafts import SampledDrafts, proposal_of
+from sglang_dflash.drafting.target_samples import sample
 from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
 
 VOCAB, BLOCK, TOKENS, ANSWERS, START = 4, 4, 3, 200_000, 9
@@ -67,6 +70,46 @@ def by_ratio(block: Tensor, log_p: Tensor, noise: BlockNoise) -> Accepted:
     return Accepted(lengths, tokens, tokens.gather(1, lengths[:, None] - 1)[:, 0])
 
 
+class Drawing(NamedTuple):
+    """A way to draw drafts, and to decide whether they are used.
+
+    Attributes:
+        seeded: every so many requests have a seed; 0 for none.
+        looks_up: the rule of `NoisyDrafts` by which drafts are replaced by token 3.
+    """
+
+    seeded: int = 0
+    looks_up: int | None = None
+
+
+def as_drawn(drawing: Drawing) -> Rule:
+    """The rule of a server for requests without a seed. It makes its own blocks."""
+    learned = SampledDrafts(BLOCK, torch.device("cpu"))
+    seeded = torch.arange(ANSWERS) % drawing.seeded == 0 if drawing.seeded else None
+
+    def rule(block: Tensor, _log_p: Tensor, noise: BlockNoise) -> Accepted:
+        logits = DRAFT[block[:, 0]].contiguous()
+        # The draft knows three of the tokens.
+        values, ids = logits.topk(3)
+        tokens, scores = TorchOps().walk(values, ids, block[:, 0], None, noise)
+        assert scores is not None
+        tokens = torch.cat((block[:, :1].expand(2, -1, -1), tokens), -1)
+        drafted = SampledBlocks(tokens, ids, scores)
+        chosen, by_rule = learned.choose(drafted, noise, seeded)
+        looks_up = None
+        if drawing.looks_up is not None:
+            looks_up = tokens[drawing.looks_up, :, 1] == 3
+            chosen = torch.where(looks_up[:, None], 3, chosen)
+            chosen[:, 0] = block[:, 0]
+        proposal = proposal_of(chosen, drafted, noise, seeded, looks_up)
+        drawn = sample(TARGET[chosen].flatten(0, 1), noise, None, proposal)
+        accepted = accept(chosen, drawn.view(chosen.shape))
+        learned.learn(by_rule, accepted)
+        return accepted
+
+    return rule
+
+
 def answers(rule: Rule) -> tuple[Tensor, float]:
     """The first tokens `[ANSWERS, TOKENS]` after token 0, one seed each, and the share of sampled
     requests' drafts that were accepted."""
@@ -78,7 +121,8 @@ def answers(rule: Rule) -> tuple[Tensor, float]:
         logits = DRAFT[bonus]
         guesses = torch.stack((logits.argmax(-1), noise.scores(logits, IDS).argmax(-1)))
         by_rule = torch.cat((bonus.expand(2, -1)[..., None], guesses), -1)
-        block, learned = drafts.choose(by_rule, noise)
+        drafted = SampledBlocks(by_rule, guesses[COUPLED, ..., None], torch.zeros(ANSWERS, 1, 1))
+        block, learned = drafts.choose(drafted, noise, torch.ones_like(seeds, dtype=torch.bool))
         if rule is by_ratio:
             block = by_rule[COUPLED]
         accepted = rule(block, TARGET[block], noise)
@@ -114,6 +158,24 @@ def test_sampled_answers_have_the_targets_law() -> None:
 def test_shared_noise_and_a_ratio_of_probabilities_have_not() -> None:
     texts, share = answers(by_ratio)
     assert chance(texts) < 1e-50 and share > 0.35
+
+
+@pytest.mark.parametrize(
+    "drawing",
+    [Drawing(), Drawing(seeded=2), Drawing(seeded=3, looks_up=LIKELIEST)],
+    ids=["none-seeded", "half-seeded", "some-looked-up"],
+)
+def test_drawn_answers_have_the_targets_law(drawing: Drawing) -> None:
+    """And drafts that were drawn are accepted more often than coupled ones."""
+    texts, share = answers(as_drawn(drawing))
+    assert chance(texts) > 1e-6
+    if drawing == Drawing():
+        assert share > answers(as_served)[1] + 0.02
+
+
+def test_drafts_that_decide_whether_they_are_used_have_not() -> None:
+    texts, _ = answers(as_drawn(Drawing(looks_up=COUPLED)))
+    assert chance(texts) < 1e-50
 
 
 @pytest.mark.parametrize("shift", [1, 7])

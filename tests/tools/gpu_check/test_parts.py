@@ -44,9 +44,13 @@ def test_all_parts_on_a_cpu(
     shown = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line[0] == "{"]
     assert shown == [{name: figures} for name, figures in parts.items()]
     assert set(parts["kernels/tiny/8"]) == {
-        "largest",
-        "largest, sampled",
-        "sample_filtered",
+        "sample",
+        "sample, filtered",
+        "sample, drawn",
+        "sample, filtered, drawn",
+        "candidates",
+        "torch.topk",
+        "walk",
         "accept",
         "lookup",
     }
@@ -219,7 +223,8 @@ def test_kernels_and_a_start_on_a_gpu(
     cuda, config = torch.device("cuda"), config_of("z-lab/Qwen3.8-27B-DFlash2")
     found = plans.time_kernels(config, 64, cuda, torch.bfloat16)
     assert set(found) == {
-        "largest", "largest, sampled", "sample_filtered", "accept", "lookup", "candidates",
+        "sample", "sample, filtered", "sample, drawn", "sample, filtered, drawn", "accept",
+        "lookup", "candidates",
         "torch.topk", "walk",
     }  # fmt: skip
     assert found["candidates"]["floor_bytes"] == 64 * 7 * 248320 * 2
