@@ -27,6 +27,7 @@ from dflash_kernels import (
     convolve,
     draft_source,
     gated_delta_fold,
+    place,
     prepare_block,
     qk_norm_rope,
     sample_filtered,
@@ -178,11 +179,6 @@ def _move_windows(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     return gated_delta_fold.window_traffic(pool, rows, None if checkpoints is None else rows)
 
 
-def _silu_mul(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
-    count, width = args[0].shape
-    return silu_mul.traffic(count, width, args[0].element_size())
-
-
 def _convolve(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     x, bias = args[1:3]
     requests, block, width = x.shape
@@ -215,13 +211,15 @@ def _take_match(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     return text_match.take_traffic(requests, max(scene.lengths), count, in_text=requests * count)
 
 
+COUNTED_BEFORE = ("merge_kernel", "merge_samples_kernel", "sample_others_kernel",
+                  "rank_entries_kernel", "place_kernel")  # fmt: skip
 KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
     "context_table_kernel": _context_table,
     "block_attention_kernel": _block_attention,
     "add_rms_norm_kernel": _add_rms_norm,
     "qk_norm_rope_kernel": _qk_norm_rope,
     "write_context_kernel": _write_context,
-    "silu_mul_kernel": _silu_mul,
+    "silu_mul_kernel": lambda _, args, __: silu_mul.traffic(*args[0].shape, args[0].element_size()),
     "convolve_kernel": _convolve,
     "largest_of_chunks_kernel": _largest_of_chunks,
     "candidates_kernel": _candidates,
@@ -232,9 +230,7 @@ KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
         args[2].shape[0], args[2].shape[1], args[2].element_size()
     ),
     # The launch before has counted for it.
-    **dict.fromkeys(
-        ("merge_kernel", "merge_samples_kernel", "sample_others_kernel"), lambda *_: Traffic(0, 0)
-    ),
+    **dict.fromkeys(COUNTED_BEFORE, lambda *_: Traffic(0, 0)),
     "fold_kernel": _fold,
     "move_windows_kernel": _move_windows,
     "prepare_block_kernel": lambda _, args, __: prepare_block.traffic(*args[0].shape),
@@ -247,6 +243,8 @@ KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
     ),
     "learn_source_kernel": lambda _, args, __: draft_source.learn_traffic(*args[2].shape[1:]),
     "accept_kernel": lambda _, args, __: accept.traffic(*args[0].shape),
+    # All three launches.
+    "count_unused_kernel": lambda _, args, __: place.traffic(*args[5:7]),
 }
 
 # Kernels that read logits -> row of the table of compiled kernels, index of the logits argument.

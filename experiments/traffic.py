@@ -128,7 +128,9 @@ def _drafter(
         shape = layer_group.kv_shape(config.kv_shape)
         cache: DraftKVCache = DraftKVCache(slots, shape, torch.bfloat16, device)
         if entries is not None:
-            cache = RingKVCache(entries, slots, shape, torch.bfloat16, device)
+            cache = RingKVCache(
+                entries, slots, shape, torch.bfloat16, device, place=ops.place_in_ring
+            )
         sizes = AttentionSizes(
             block, device, layer_group.attentions, requests=requests, columns=row.context
         )

@@ -169,7 +169,8 @@ def kv_groups(
         shape = layer_group.kv_shape(model.kv_shape)
         cache = (TaggedKVCache if tagged else DraftKVCache)(slots, shape, dtype, device)
         if entries is not None and layer_group.reach.is_bounded:
-            cache = RingKVCache(entries, slots, shape, dtype, device)
+            place = model.ops.place_in_ring
+            cache = RingKVCache(entries, slots, shape, dtype, device, place=place)
         torch_attention = TorchAttention(layer_group.attentions, options.draft_block)
         group_attention = attention(layer_group) if attention else torch_attention
         found.append(KVGroup(layer_group, cache, group_attention))

@@ -13,6 +13,7 @@ from dflash_kernels.candidates import candidates
 from dflash_kernels.context_table import context_table
 from dflash_kernels.convolve import convolve
 from dflash_kernels.draft_source import choose_source, learn_source
+from dflash_kernels.place import place_in_ring
 from dflash_kernels.prepare_block import prepare_block
 from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
 from dflash_kernels.sample_filtered import sample_filtered
@@ -48,6 +49,7 @@ class TritonOps(TorchOps):
     find_match = staticmethod(find_match)
     choose_source = staticmethod(choose_source)
     learn_source = staticmethod(learn_source)
+    place_in_ring = staticmethod(place_in_ring)
 
     def context_table(
         self, requests: RequestSlots, reach: Reach, tags: Tags | None

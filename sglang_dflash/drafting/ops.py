@@ -20,6 +20,7 @@ from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots, fill_context_table
 from sglang_dflash.drafting.draft_source import choose_source, learn_source
 from sglang_dflash.drafting.kv import Tags, store_
+from sglang_dflash.drafting.kv.place import place_in_ring
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.rope import Rotary, rotate
 from sglang_dflash.drafting.target_samples import sample
@@ -40,6 +41,7 @@ class TorchOps:
     find_match = staticmethod(find_match)
     choose_source = staticmethod(choose_source)
     learn_source = staticmethod(learn_source)
+    place_in_ring = staticmethod(place_in_ring)
     sample = staticmethod(sample)
 
     def context_table(

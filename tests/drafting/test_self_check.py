@@ -34,7 +34,7 @@ from tests.drafting.test_recording import DFLASH2, MIXED, drafter_of, table
 from tests.recording import OpRecorder
 
 OPS = ["add_rms_norm", "qk_norm_rope", "silu_mul", "write_context", "context_table",
-       "prepare_block", "sample", "accept", "find_match", "choose_source",
+       "place_in_ring", "prepare_block", "sample", "accept", "find_match", "choose_source",
        "learn_source", "convolve", "candidates", "walk"]  # fmt: skip
 BLOCK = 4
 

@@ -8,7 +8,7 @@ from typing import Any
 
 # Pointers that are neither to floats nor to int64.
 INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner", "p_texts"}
-BOOL = {"p_in_use", "p_taken", "p_looks_up", "p_is_drawn"}
+BOOL = {"p_in_use", "p_taken", "p_looks_up", "p_is_drawn", "p_live"}
 INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_before",
          "p_after", "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_seeds", "p_tokens",
          "p_keys", "p_columns", "p_matches", "p_drafted", "p_followed", "p_classes",

@@ -31,6 +31,7 @@ from dflash_kernels import (
     convolve,
     draft_source,
     gated_delta_fold,
+    place,
     prepare_block,
     qk_norm_rope,
     sample_filtered,
@@ -207,6 +208,23 @@ def filter_cases(width: int) -> list[Case]:
     return filtered
 
 
+def place_cases() -> list[Case]:
+    """Return the kernels that find entries of a ring, of a commit and, without flags of live
+    tokens, of a prompt."""
+    tile = {"TILE": place.TILE}
+    chunks = {**tile, "CHUNK": place.CHUNK}
+    types = {"p_counts": "*i32", "p_of_rank": "*i32", "p_cursor": "*i64", "p_slots": "*i64",
+             "p_out": "*i64"}  # fmt: skip
+    found = [Case("rank_entries", place.rank_entries_kernel, chunks, types=types)]
+    for name, sizes in (("count_unused", chunks), ("place", {**tile, "BLOCK": place.BLOCK})):
+        kernel = getattr(place, f"{name}_kernel")
+        for has_live in (False, True):
+            flags = {"HAS_LIVE": has_live, **({} if has_live else {"p_live": None})}
+            full = f"{name}{' live' * has_live}"
+            found.append(Case(full, kernel, {**sizes, **flags}, types=types))
+    return found
+
+
 def dflash2_cases() -> list[Case]:
     """Return cases at z-lab's shapes: blocks of 8 and 16, 2 taps over groups of 16 channels, 16
     candidates, tables of rank 256. Logits are of the largest vocabulary that SGLang serves."""
@@ -309,7 +327,7 @@ def cases() -> dict[str, Case]:
     one = {"BLOCK_B": accept.BLOCK}
     found.append(Case("accept", accept.accept_kernel, one, options=options))
     found.append(Case("silu_mul", silu_mul.silu_mul_kernel, {"BLOCK": silu_mul.BLOCK}))
-    found += dflash2_cases()
+    found += [*place_cases(), *dflash2_cases()]
     drafts = published()
     # No published draft has head dim 256. It is served all the same.
     sizes = (128, 16, None)

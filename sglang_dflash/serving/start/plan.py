@@ -193,7 +193,7 @@ class Plan:
             of_cache = shape, self.kv_dtype, self.device, scratch
             entries = kv.entries(kv_tokens)
             cache = per_slot(target_slots, *of_cache) if entries is None else (
-                RingKVCache(entries, target_slots, *of_cache)
+                RingKVCache(entries, target_slots, *of_cache, self.model.ops.place_in_ring)
             )  # fmt: skip
             sizes = AttentionSizes(
                 self.options.draft_block,
