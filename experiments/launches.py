@@ -219,7 +219,9 @@ KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
     "add_rms_norm_kernel": _add_rms_norm,
     "qk_norm_rope_kernel": _qk_norm_rope,
     "write_context_kernel": _write_context,
-    "silu_mul_kernel": lambda _, args, __: silu_mul.traffic(*args[0].shape, args[0].element_size()),
+    "silu_mul_kernel": lambda _, args, __: silu_mul.traffic(
+        len(args[0]), args[0].shape[1], args[0].element_size()
+    ),
     "convolve_kernel": _convolve,
     "largest_of_chunks_kernel": _largest_of_chunks,
     "candidates_kernel": _candidates,

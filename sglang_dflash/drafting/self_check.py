@@ -5,6 +5,7 @@ inputs: a few milliseconds at start-up that find a kernel or a graph which this 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -236,7 +237,6 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
     entry_of = draw.ints(0, CONTEXT, 2 * CONTEXT).int()
     owner = draw.ints(0, 2 * CONTEXT, CONTEXT + 1).int()
     bonus = draw.ints(0, 4096, REQUESTS)
-    distinct = torch.arange(0, 2 * CONTEXT, 2, device=draw.device)
     drafts, target = (draw.ints(0, 2, REQUESTS, verify_block) for _ in range(2))
 
     def qk_norm_rope(ops: TorchOps) -> Sequence[Tensor]:
@@ -253,16 +253,6 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         tags = Tags(entry_of, owner, in_use)
         return ops.context_table(requests, WHOLE_CONTEXT, tags).entries, in_use
 
-    def place_in_ring(ops: TorchOps) -> Sequence[Tensor]:
-        results = []
-        # More tokens than a share, of which some are dead; and all of them.
-        for live, share in ((slots[0] % 3 > 0, 9), (None, None)):
-            in_use, cursor = owner % 2 > 0, torch.full_like(bonus[:1], CONTEXT // 2)
-            tags = Tags(torch.zeros_like(entry_of), torch.full_like(owner, -1), in_use)
-            results += [*tags, cursor]
-            results.append(ops.place_in_ring(tags, cursor, distinct, live, share))
-        return results
-
     cases: Cases = {
         "add_rms_norm": lambda ops: ops.add_rms_norm(
             x.clone(), residual.clone(), layer.input_layernorm.weight, eps
@@ -271,7 +261,7 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         "silu_mul": lambda ops: (ops.silu_mul(gate_up.clone()),),
         "write_context": write_context,
         "context_table": context_table,
-        "place_in_ring": place_in_ring,
+        "place_in_ring": partial(_places, draw.ints(0, 2, CONTEXT + 1) > 0),
         "prepare_block": lambda ops: ops.prepare_block(
             bonus, seq_lens, block, config.mask_token_id
         ),
@@ -324,6 +314,19 @@ def _samples(draw: RandomInputs, seq_lens: Tensor) -> Case:
         ]
 
     return run
+
+
+def _places(in_use: Tensor, ops: TorchOps) -> Sequence[Tensor]:
+    """Entries of a ring, `in_use` bool `[CONTEXT + 1]`, for tokens of which some are dead and more
+    are live than a share; then for tokens of a prompt."""
+    slots = torch.arange(0, 2 * CONTEXT, 2, device=in_use.device)
+    results = []
+    for live, share in ((slots % 3 > 0, 9), (None, None)):
+        entry_of, owner = (torch.full_like(x, -1).int() for x in (slots.repeat(2), in_use.long()))
+        tags, cursor = Tags(entry_of, owner, in_use.clone()), slots[CONTEXT // 4, None].clone()
+        placed = ops.place_in_ring(tags, cursor, slots, live, share)
+        results += [placed, *tags, cursor]
+    return results
 
 
 def _lookup_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
