@@ -75,8 +75,8 @@ SHORT = {
     ("z-lab/Qwen3.8-27B-DFlash2", 64, "propose"): 1.107,
     ("z-lab/Qwen3-8B-DFlash-b16", 32, "propose"): 1.082,
     ("z-lab/Qwen3-8B-DFlash-b16", 64, "propose"): 1.108,
-    ("z-lab/Qwen3.5-27B-DFlash", 64, "propose"): 1.105,
-    ("z-lab/Qwen3.5-35B-A3B-DFlash", 64, "propose"): 1.083,
+    ("z-lab/Qwen3.5-27B-DFlash", 64, "propose"): 1.106,
+    ("z-lab/Qwen3.5-35B-A3B-DFlash", 64, "propose"): 1.085,
     ("z-lab/Qwen3.5-35B-A3B-DFlash", 64, "absorb"): 1.201,
 }
 

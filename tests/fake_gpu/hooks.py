@@ -165,8 +165,10 @@ def late_bound_math(module: Any) -> None:
 
 def draft_ops(module: Any) -> None:
     choose_twins(module, twins.OF_OPS)
-    # The class has it of before.
-    module.TritonOps.write_context = staticmethod(module.write_context)
+    # The class has bound some of them before.
+    for name in twins.OF_OPS:
+        if isinstance(vars(module.TritonOps).get(name), staticmethod):
+            setattr(module.TritonOps, name, staticmethod(getattr(module, name)))
 
 
 def draft_attention(module: Any) -> None:
