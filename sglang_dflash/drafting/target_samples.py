@@ -73,18 +73,18 @@ def _of_requests(
     logits: Tensor, noise: BlockNoise, filters: SampleFilters | None, proposal: Proposal | None
 ) -> Tensor:
     """The samples int64 `[N]` of logits `[R, W, V]`."""
-    temperatures, places = noise.temperatures[:, None, None], torch.arange(logits.shape[1])
+    temperatures, device = noise.temperatures[:, None, None], logits.device
     scaled, is_known = logits.float() / temperatures, torch.ones_like(logits[..., 0]).bool()
     scaled = scaled.where(temperatures > 0, logits.float())
     if filters is not None:
         left_out, is_known = _left_out(logits, scaled, filters)
         scaled = scaled.masked_fill(left_out, -torch.inf)
     seeds, accepted = noise.seeds[:, None].expand(is_known.shape), None
-    positions = noise.seq_lens[:, None] + places.to(logits.device)
+    positions = noise.seq_lens[:, None] + torch.arange(logits.shape[1], device=device)
     if proposal is not None:
         drawn = _after_drafts(scaled.softmax(-1), is_known, noise, positions, proposal)
         accepted, scaled, seeds = _joined(drawn, scaled, seeds)
-    ids = torch.arange(logits.shape[2], device=logits.device)
+    ids = torch.arange(logits.shape[2], device=device)
     random = gumbel(seeds[..., None], positions[..., None], ids).float()
     tokens = (scaled + random.where(temperatures > 0, 0.0)).argmax(-1)
     if accepted is not None:

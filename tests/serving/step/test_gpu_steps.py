@@ -32,6 +32,7 @@ from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.penalty_counts import LENGTH, PENALIZERS, count
 from sglang_dflash.serving.step.seeded_sampling import sample_by_token_id
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
+from sglang_dflash.serving.step.target_tokens import TargetTokens
 from tests.conftest import write_kv
 from tests.serving.batches import batch_of, request_of, sampling_info
 from tests.serving.fake_cuda import Crossing, FakeCuda
@@ -164,10 +165,19 @@ class SeededSampler:
         pass
 
 
-def test_a_sampled_step_waits_for_nothing(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seeds, noise, both rules and their choice, and what is learned of them."""
+@pytest.mark.parametrize("seeds", [(None, None), (7, None), (7, 8)], ids=str)
+@pytest.mark.parametrize("draws", [False, True], ids=["", "draws"])
+def test_a_sampled_step_waits_for_nothing(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, draws: bool, seeds: tuple[int | None, ...]
+) -> None:
+    """Seeds, noise, both rules and their choice, what is learned of them, and drawn drafts."""
     monkeypatch.setattr(sglangs, "murmur_hash32", sglangs_hash)
     worker = worker_of(None, "cuda", sampler=SeededSampler())
+    if draws:
+        own = worker.target_tokens
+        worker.target_tokens = TargetTokens(
+            SeededSampler(), worker.ranks, own.penalties, worker.drafter.model.ops
+        )
     worker.drafter.counters = DraftCounters("cuda", pinned=True)
     rows = len(LENGTHS)
     ones, device = torch.ones(rows, device="cuda"), torch.device("cuda")
@@ -179,11 +189,13 @@ def test_a_sampled_step_waits_for_nothing(gpu: FakeCuda, monkeypatch: pytest.Mon
     )  # fmt: skip
     prompts, batch = prefill_of([0, 0], LENGTHS, "cuda"), decode_of(LENGTHS, "cuda")
     prompts.sampling_info = batch.sampling_info = info
+    for one, seed in zip(batch.reqs, seeds, strict=True):
+        one.sampling_params.sampling_seed = seed
     gpu.crossings.clear()
     with torch.compiler.set_stance("force_eager"):
         worker.forward_batch_generation(prompts)
         worker.forward_batch_generation(batch)
-    assert not any(crossing.waits for crossing in gpu.crossings)
+    assert not [crossing for crossing in gpu.crossings if crossing.waits]
     assert info.sampling_seed is None
 
 

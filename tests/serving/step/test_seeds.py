@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step.sampling import block_noise
 from sglang_dflash.serving.step.seeds import Seeds
 from tests.serving.batches import batch_of, request_of, sampling_info
+from tests.serving.in_process import decode_of, filled, worker_of
 
 DEVICE = torch.device("cpu")
 
@@ -90,3 +93,37 @@ def test_a_greedy_request_has_no_noise() -> None:
     assert noise is not None and noise.temperatures.tolist() == [0.0, 0.5]
     info.is_all_greedy = True
     assert block_noise(info, torch.tensor([3, 4])) is None
+
+
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize(
+    ("seeds", "n", "drawn"),
+    [
+        ((None, None), 1, [True, True]),
+        ((7, None), 1, [False, True]),
+        ((7, 8), 1, None),
+        ((7, 8), 2, [True, True]),
+    ],
+)
+def test_drafts_of_requests_without_a_seed_are_drawn(
+    seeds: tuple[int | None, ...], n: int, drawn: list[bool] | None, draws: bool
+) -> None:
+    """And those of several answers to one prompt. With SGLang's sampler none is."""
+    worker = filled(worker_of(), [9, 6])
+    given: list[Any] = []
+
+    def target_tokens(batch: Any, output: Any, block: Any, *others: Any) -> Any:
+        given.append(others[-1])
+        return output.next_token_logits.argmax(-1).view(block.shape)
+
+    penalties = SimpleNamespace(commit=lambda *_: None)
+    worker.target_tokens = Mock(
+        side_effect=target_tokens, draws=lambda _: draws, penalties=penalties,
+        single_token_mask=lambda *_: None,
+    )  # fmt: skip
+    batch = decode_of([9, 6], sampling_info=sampling_info(sampling_seed=None))
+    for one, seed in zip(batch.reqs, seeds, strict=True):
+        one.sampling_params.sampling_seed, one.sampling_params.n = seed, n
+    worker.forward_batch_generation(batch)
+    found = given[0].is_drawn.tolist()
+    assert found == (drawn if draws and drawn else [False, False])
