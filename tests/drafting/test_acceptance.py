@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_dflash.drafting.acceptance import accept, simulate_acceptance, target_probabilities
+from sglang_dflash.drafting.acceptance import accept, simulate_acceptance
+from tests.target_law import target_probabilities
 
 
 @pytest.mark.parametrize("width", [1, 2, 6])

@@ -16,9 +16,9 @@ from openai import OpenAI
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dflash.drafting.acceptance import target_probabilities
 from sglang_dflash.tools.bench.server import Server
 from tests.engine.servers import DFLASH, PAIR
+from tests.target_law import target_probabilities
 
 TEXT = "def get(self, block=True, timeout=None):\n    if "
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.drafting.acceptance import accept, target_probabilities
+from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
@@ -25,7 +25,6 @@ from sglang_dflash.drafting.noise import (
     Proposal,
     SampledBlocks,
     SampleFilters,
-    gumbel,
     likeliest,
 )
 from sglang_dflash.drafting.options import Options, ResolvedOptions
@@ -98,17 +97,15 @@ class Sampler:
         Args:
             proposal: of the drafts at the positions after the first; None if none were drawn.
         """
-        if self.temperature == 0:
-            return logits.argmax(-1)
         noise = self.noise(positions[:1])
-        if proposal is not None and noise is not None:
+        if noise is None:
+            return logits.argmax(-1)
+        filters = None
+        if self.top_k or self.top_p < 1:
             top_ks = torch.full_like(positions[:1], self.top_k or logits.shape[-1])
             shares = torch.tensor([[self.top_p], [0.0]], device=logits.device)
-            return sample(logits, noise, SampleFilters(top_ks, *shares), proposal)
-        p_target = target_probabilities(logits, self.temperature, self.top_k, self.top_p)
-        ids = torch.arange(logits.shape[-1], device=logits.device)
-        seed = torch.tensor(self.seed, device=logits.device)
-        return (p_target.double().log() + gumbel(seed, positions[:, None], ids)).argmax(-1)
+            filters = SampleFilters(top_ks, *shares)
+        return sample(logits, noise, filters, proposal)
 
     def block(
         self, drafts: SampledDrafts, drafted: Tensor | SampledBlocks, noise: BlockNoise | None
