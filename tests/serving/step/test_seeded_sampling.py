@@ -13,12 +13,12 @@ from sglang.srt.layers import sampler as sglangs
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
-from sglang_dflash.drafting.acceptance import target_probabilities
 from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32
 from sglang_dflash.serving.step import seeded_sampling
 from sglang_dflash.serving.step.seeded_sampling import kept_weights, sample_by_token_id
 from tests.patches.originals import original
 from tests.serving.batches import sampling_info
+from tests.target_law import target_probabilities
 
 VOCABULARY = 64
 WAYS: list[dict[str, float]] = [

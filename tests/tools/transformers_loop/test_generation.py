@@ -19,7 +19,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sglang_dflash.drafting.acceptance import target_probabilities
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.model import DraftModel
@@ -28,6 +27,7 @@ from sglang_dflash.drafting.weights import load_model, save_model
 from sglang_dflash.tools.bench.published_pair import plain_generate
 from sglang_dflash.tools.transformers_loop import Sampler, prefill, spec_generate
 from tests.conftest import random_model, raw_config
+from tests.target_law import target_probabilities
 from tests.tools.transformers_loop.conftest import NEW_TOKENS, SHAPE, greedy, randomized
 
 
