@@ -16,6 +16,7 @@ from torch import Tensor
 from sglang_dflash.drafting import ops
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, fill_context_table
+from sglang_dflash.drafting.kv import Tags
 from sglang_dflash.drafting.kv.place import place_in_ring
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.rope import Rotary
@@ -138,10 +139,26 @@ def with_frequencies(run: Callable[..., None], at: int) -> Callable[..., None]:
     return launch_with
 
 
+def launch_place(
+    tags: Tags,
+    cursor: Tensor,
+    target_slots: Tensor,
+    live: Tensor | None = None,
+    fair_share: int | None = None,
+) -> Tensor:
+    out = torch.empty_like(target_slots)
+
+    def place(out: Tensor, *inputs: Any) -> None:
+        out.copy_(place_in_ring(*inputs))
+
+    kernel(place)(out, tags, cursor, target_slots, live, fair_share)
+    return out
+
+
 # Of dflash_kernels.draft_ops, .draft_attention and .gated_delta_fold.
 OF_OPS: dict[str, Callable[..., None]] = {
     "context_table": kernel(fill_context_table),
-    "place_in_ring": kernel(place_in_ring),
+    "place_in_ring": launch_place,
     "add_rms_norm": kernel(add_rms_norm),
     "qk_norm_rope": with_frequencies(qk_norm_rope, 4),
     "silu_mul": kernel(silu_mul),
