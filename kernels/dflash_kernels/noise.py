@@ -100,7 +100,7 @@ def load_proposal(
 def is_accepted(i_seed, i_position, i_p_draft, i_q_draft):
     """Return whether a drawn draft of these probabilities is accepted."""
     i_hash = end_hash(begin_hash(i_seed ^ _ACCEPTING, i_position), tl.zeros((), tl.int32))
-    return i_hash.to(tl.float32) * (1.0 / 4294967296.0) * i_q_draft < i_p_draft
+    return (i_hash >> 8).to(tl.float32) * (1.0 / 16777216.0) * i_q_draft < i_p_draft
 
 
 @triton.jit

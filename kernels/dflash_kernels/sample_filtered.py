@@ -89,7 +89,9 @@ def sample_candidates_kernel(
             is_draft = m_k & (b_ids == i_draft)
             i_p_draft = tl.sum(tl.where(is_draft, b_p, 0.0))
             i_q_draft = tl.sum(tl.where(b_q_ids == i_draft, b_q, 0.0))
-            if is_accepted(i_seed, i_position, i_p_draft, i_q_draft):
+            # By rounding, nothing may be left.
+            is_empty = tl.max(b_scores) == float("-inf")
+            if is_empty | is_accepted(i_seed, i_position, i_p_draft, i_q_draft):
                 b_scores = tl.where(is_draft, float("inf"), b_scores)
     _, i_best = first_largest(b_scores, o_k)
     i_kept = tl.sum(b_kept.to(tl.int32))

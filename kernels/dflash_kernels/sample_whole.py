@@ -92,6 +92,8 @@ def sample_whole_kernel(
             i_left, i_left_id = first_largest(b_left, b_q_ids)
             i_id = tl.where(i_left > i_best, i_left_id, i_id)
             i_best = tl.maximum(i_left, i_best)
+            # By rounding, nothing may be left.
+            i_id = tl.where(i_best == float("-inf"), i_draft, i_id)
     i_out = i_n * tl.num_programs(1) + i_split
     tl.store(p_best + i_out, i_best)
     tl.store(p_ids + i_out, i_id)

@@ -34,10 +34,10 @@ def _gumbel(b_hash):
         "HAS_EDGES": lambda args: args["p_hidden"] is not None,
     }
 )
-@triton.jit(do_not_specialize=["p_bonus", "p_seeds", "p_temperatures", "p_seq_lens"])
+@triton.jit(do_not_specialize=["p_bonus", "p_seeds", "p_temperatures", "p_seq_lens", "P"])
 def walk_kernel(
     p_out, p_scores, p_logits, p_ids, p_bonus, p_hidden, p_predecessors, p_successors, p_seeds,
-    p_temperatures, p_seq_lens, P: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr,
+    p_temperatures, p_seq_lens, P, K: tl.constexpr, RANK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_EDGES: tl.constexpr,
 ):  # fmt: skip
     """One program per request and rule."""
@@ -89,7 +89,14 @@ def walk(
     noise: BlockNoise | None,
 ) -> None:
     """Write what its twin, `TorchOps.walk`, returns: tokens to `out`, and with noise the
-    distributions to `scores`. All tensors are contiguous, and those of `edges` have one dtype."""
+    distributions to `scores`. All tensors are contiguous, and those of `edges` have one dtype.
+
+    Raises:
+        ValueError: `logits` or `ids` is not contiguous.
+    """
+    for name, values in (("logits", logits), ("ids", ids)):
+        if not values.is_contiguous():
+            raise ValueError(f"{name}: strides {values.stride()}; dense rows are required")
     requests, drafts, k = ids.shape
     rank = 0 if edges is None else edges.hidden.shape[-1]
     if not requests:

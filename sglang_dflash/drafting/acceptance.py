@@ -34,7 +34,8 @@ def accept(block: Tensor, target_tokens: Tensor) -> Accepted:
     token d is accepted with probability p_target(d), and after a rejection the bonus token has the
     distribution p_target without d, renormalized, which is the residual max(0, p_target - p_draft)
     of that paper. The output has the target's distribution, and with one fixed random number per
-    position it is the same token.
+    position it is the same token. Tokens after drafts that were drawn are made by the ratio of
+    probabilities (`noise`), and have that distribution, too.
 
     Args:
         block: int64 `[R, W]`, the bonus token of the last step, then the drafted tokens.

@@ -1,4 +1,5 @@
-"""Drafts of sampled requests that follow the target's random numbers.
+"""Drafts of sampled requests: with a seed they follow the target's random numbers, without one they
+are drawn.
 
 SGLang's seeded sampler is a Gumbel-argmax: the target's token is the v with the largest
 log p_target(v) + g(seed, position, v), g being Gumbel noise from a hash (`multinomial_with_seed` in
@@ -156,8 +157,10 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Random numbers float64 in [0, 1) of integer tensors that broadcast."""
-    return murmur_hash32(seeds, positions, torch.zeros_like(positions)).double() / 2**32
+    """Random numbers float32 in [0, 1) of integer tensors that broadcast."""
+    # As many bits as float32 has: rounding must not make 1 of it.
+    hashes = murmur_hash32(seeds, positions, torch.zeros_like(positions))
+    return (hashes >> 8).float() / 2**24
 
 
 def murmur_hash32(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:

@@ -78,7 +78,9 @@ def candidates_of_ranks(values: Tensor, ids: Tensor, tp: TensorParallel) -> tupl
     values, all_ids = tp.all_gather(torch.stack((values.float(), ids.float()))).transpose(0, 1)
     values, best = values.transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
     best = best[:, : ids.shape[1]]
-    return values[:, : ids.shape[1]], all_ids.transpose(0, 1).flatten(1).gather(1, best).long()
+    # A kernel reads dense rows.
+    values = values[:, : ids.shape[1]].contiguous()
+    return values, all_ids.transpose(0, 1).flatten(1).gather(1, best).long()
 
 
 def taken_of_shards(logits: Tensor, columns: Tensor, tp: TensorParallel) -> Tensor:

@@ -70,7 +70,8 @@ class SampledDrafts:
             return drafted, None
         tokens = drafted.tokens
         if noise is None or seeded is None:
-            return tokens[COUPLED], None
+            # A copy begins where kernels have been compiled for.
+            return tokens[COUPLED].clone(), None
         is_chosen = seeded & (noise.temperatures > 0)
         coupled = torch.where(
             is_chosen[:, None], self.couples[: tokens.shape[2] - 1], ~seeded[:, None]

@@ -37,8 +37,8 @@ def sample(
     that the filters keep.
 
     After a draft that was drawn from q, it is the draft with probability min(1, p / q), and else a
-    token of max(0, p - q), see `noise`. Where filters keep `MOST_CANDIDATES` tokens or more, a
-    kernel does not know p, and how the draft was made does not matter.
+    token of max(0, p - q), see `noise`. Where filters keep `MOST_CANDIDATES` tokens or more, and
+    `top_ks` more than these, a kernel does not know p, and how the draft was made does not matter.
 
     Args:
         logits: `[N, V]`, of the positions of each request, N = R W.
@@ -143,9 +143,11 @@ def _after_drafts(
     q = torch.zeros_like(p).scatter(-1, candidates, scores.softmax(-1))
     draft = proposal.block[:, 1 : 1 + drafts, None]
     share = uniform(noise.seeds[:, None] ^ ACCEPTING, positions[:, :drafts])[..., None]
-    is_accepted = is_drawn & (share * q.gather(-1, draft) < p.gather(-1, draft))[..., 0]
-    tokens = draft[..., 0].where(is_accepted, -1)
-    return _Drawn(is_drawn, tokens, (p - q).clamp(min=0.0).log())
+    left = (p - q).clamp(min=0.0).log()
+    is_accepted = (share * q.gather(-1, draft) < p.gather(-1, draft))[..., 0]
+    # By rounding, nothing may be left.
+    is_accepted = is_drawn & (is_accepted | (left.amax(-1) == -torch.inf))
+    return _Drawn(is_drawn, draft[..., 0].where(is_accepted, -1), left)
 
 
 def _joined(drawn: _Drawn, scaled: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -162,8 +162,12 @@ def test_without_a_seed_drafts_are_drawn() -> None:
     block, by_rule = drafts.choose(blocks(drafted), noise, seeded)
     assert block.tolist() == [[0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 2, 3]]
     assert by_rule is not None and by_rule.is_chosen.tolist() == seeded.tolist()
+    # An odd number of tokens: the second half of them begins at no multiple of 16 bytes.
+    drafted = drafted[:, :, :3].contiguous()
     block, by_rule = drafts.choose(blocks(drafted), noise, None)
     assert block.equal(drafted[1]) and by_rule is None
+    # A kernel is compiled once more for such a pointer.
+    assert drafted[1].data_ptr() % 16 and block.data_ptr() % 16 == 0
 
 
 def test_what_a_step_verifies_was_drawn_or_not() -> None:

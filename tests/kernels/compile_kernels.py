@@ -264,7 +264,7 @@ def dflash2_cases() -> list[Case]:
             name = f"convolve b{block}{' bias' * extra}"
             found.append(Case(name, convolve.convolve_kernel, {**shape, **none}))
             none = {} if extra else dict.fromkeys(NOISE)
-            shape = {"P": block - 1, "K": k, "RANK": rank, "BLOCK_K": k, "BLOCK_R": rank}
+            shape = {"K": k, "RANK": rank, "BLOCK_K": k, "BLOCK_R": rank}
             shape |= {"HAS_EDGES": True}
             found.append(
                 Case(
@@ -305,7 +305,7 @@ def cases() -> dict[str, Case]:
     # Of a draft without a selector.
     edges = dict.fromkeys(("p_hidden", "p_predecessors", "p_successors"))
     for noisy in (False, True):
-        shape = {"P": 15, "K": 16, "RANK": 0, "BLOCK_K": 16, "BLOCK_R": 1, "HAS_EDGES": False}
+        shape = {"K": 16, "RANK": 0, "BLOCK_K": 16, "BLOCK_R": 1, "HAS_EDGES": False}
         none = {} if noisy else dict.fromkeys(NOISE)
         types = {"p_out": "*i64", "p_logits": "*fp32"}
         shape |= {"HAS_NOISE": noisy, **edges, **none}

@@ -11,6 +11,7 @@ from torch import Tensor
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.noise import COUPLED, BlockNoise
 from sglang_dflash.drafting.ops import Edges, TorchOps
+from sglang_dflash.drafting.parallel import TensorParallel, candidates_of_ranks
 from tests.conftest import raw_config, with_own
 from tests.errors import refused
 from tests.kernels.support import DEVICE, Canaries, counted_bytes
@@ -166,3 +167,19 @@ def test_noise_of_the_walk_is_that_of_the_drafts() -> None:
     found = TritonOps().walk(logits, ids, bonus, Edges(zeros, table, table), noise)[0][COUPLED]
     best = noise.scores(logits, ids).argmax(-1, keepdim=True)
     assert torch.equal(found, ids.gather(-1, best)[..., 0])
+
+
+def test_candidates_of_several_ranks_are_walked() -> None:
+    """What a gather of ranks leaves is read as it is by the kernel, too."""
+    requests, drafts, k = 3, 2, 4
+    parts = torch.rand(2, requests * drafts, 90, device=DEVICE).topk(k)
+    ranks = iter((parts.values, parts.indices.float()))
+    tp = TensorParallel(0, 2, all_gather=lambda _: torch.stack(tuple(ranks), 1))
+    values, ids = candidates_of_ranks(parts.values[0], parts.indices[0], tp)
+    seeds = torch.arange(requests, device=DEVICE)
+    noise = BlockNoise(seeds, torch.ones(requests, device=DEVICE), seeds)
+    given = values.view(requests, drafts, k), ids.view(requests, drafts, k), seeds, None, noise
+    for found, expected in zip(TritonOps().walk(*given), TorchOps().walk(*given), strict=True):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="logits: strides"):
+        TritonOps().walk(given[0].transpose(0, 1), *given[1:])

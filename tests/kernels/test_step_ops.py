@@ -205,3 +205,41 @@ def test_sample_filtered(
     if requests > 1:
         likeliest = logits[positions : 2 * positions].float()
         assert torch.equal(out[positions : 2 * positions], likeliest.argmax(-1))
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
+def test_a_token_that_is_not_kept_is_never_drawn(filtered: bool) -> None:
+    """Where nothing but the draft is left it is accepted, whatever the random number: that of one
+    of these seeds is all but 1."""
+    seeds = torch.tensor([5926359, 1, 2, 3, 4], device=DEVICE)
+    noise = BlockNoise(seeds, torch.ones(5, device=DEVICE), torch.full_like(seeds, 9))
+    logits = torch.full((10, 300), -torch.inf, device=DEVICE)
+    logits[:, 77] = 1.0
+    block, scores = torch.full((5, 2), 77, device=DEVICE), torch.zeros(5, 1, 1, device=DEVICE)
+    proposal = Proposal(block, seeds > 0, block[:, :1, None].contiguous(), scores)
+    filters = SampleFilters(
+        torch.full((5,), 20, dtype=torch.int32, device=DEVICE),
+        torch.ones(5, device=DEVICE),
+        torch.zeros(5, device=DEVICE),
+    )
+    for ops in (TorchOps(), TritonOps()):
+        tokens = ops.sample(logits, noise, filters if filtered else None, proposal)
+        assert tokens.tolist() == [77] * 10
+
+
+def test_nothing_is_left_by_rounding() -> None:
+    """The draft's probabilities are larger than all that the target's are: it is accepted."""
+    count = 64
+    seeds = torch.arange(count, device=DEVICE)
+    noise = BlockNoise(seeds, torch.ones(count, device=DEVICE), seeds)
+    logits = torch.full((2 * count, 300), -torch.inf, device=DEVICE)
+    logits[:, [77, 78]] = 0.0
+    # As if 78 were allowed to the target only beside others.
+    logits[::2, 78] = -1e-6
+    candidates = torch.tensor([77, 78], device=DEVICE).expand(count, 1, 2).contiguous()
+    scores = torch.tensor([0.0, 0.0], device=DEVICE).expand(count, 1, 2).contiguous()
+    block = torch.full((count, 2), 78, device=DEVICE)
+    proposal = Proposal(block, seeds >= 0, candidates, scores)
+    for ops in (TorchOps(), TritonOps()):
+        tokens = ops.sample(logits, noise, None, proposal)
+        assert set(tokens.tolist()) <= {77, 78}

@@ -34,8 +34,8 @@ class DraftHead(Protocol):
         """Draft what follows the bonus tokens int64 `[R]`.
 
         Returns:
-            Without noise ids int64 `[R, B - 1]`, the likeliest tokens; with noise by each of
-            `noise.RULES`. -1 where the draft computed nothing finite.
+            Without noise ids int64 `[R, B - 1]`, the likeliest tokens; with noise `SampledBlocks`.
+            -1 where the draft computed nothing finite.
         """
 
     def shortfall(

@@ -208,7 +208,12 @@ class Ranks:
 
     def __init__(self, group: Any) -> None:
         """`group`: SGLang's, of the ranks."""
-        self._sync = SpecTpSync(group)
+        self._sync, self._size = SpecTpSync(group), group.world_size
+
+    @property
+    def accept_alike(self) -> bool:
+        """True if all ranks commit the first one's samples, whatever each has drafted."""
+        return self._sync.enabled(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE) or self._size == 1
 
     def prompt_tokens(self, tokens: Tensor) -> None:
         """The first tokens, in place."""

@@ -1,4 +1,4 @@
-"""The target's token at every position of a drafted block, by SGLang's own rules and sampler.
+"""The target's token at every position of a drafted block, by SGLang's own rules.
 
 Position 0 is an ordinary decoding step. So are the positions after it, with the penalties of the
 drafts before them; unless the request has a custom logit processor, which may depend on any token
@@ -55,8 +55,8 @@ class TargetTokens:
 
         Args:
             batch: the running requests.
-            output: with logits `[R * W, V]` after each token of the block; adjusted in place. A
-                sampled batch turns them to probabilities, unless log-probabilities need them.
+            output: with logits `[R * W, V]` after each token of the block; adjusted in place.
+                SGLang's sampler turns them to probabilities, unless log-probabilities need them.
                 Gets the sampling masks, if a request asks for them.
             block: int64 `[R, W]`.
             positions: int64 `[R, W]`.
@@ -106,7 +106,8 @@ class TargetTokens:
 
     def draws(self, batch: ScheduleBatch) -> bool:
         """Return whether `__call__` can take drafts that were drawn."""
-        return self._ops is not None and batch.sampling_info.sampling_mask_batch_indices is None
+        shows_masks = batch.sampling_info.sampling_mask_batch_indices is not None
+        return self._ops is not None and not shows_masks and self._ranks.accept_alike
 
     def _sample(
         self,
@@ -125,7 +126,7 @@ class TargetTokens:
         large batch, is made only if something else is still to be computed from them.
         """
         logits = output.next_token_logits
-        if self._ops is not None and self.draws(batch):
+        if self._ops is not None and batch.sampling_info.sampling_mask_batch_indices is None:
             return self._sample_by_ops(self._ops, batch, logits, positions, proposal)
         sampled = sampling.LogitsProcessorOutput(
             next_token_logits=logits.clone() if batch.return_logprob else logits

@@ -97,7 +97,7 @@ class Sampler:
         Args:
             proposal: of the drafts at the positions after the first; None if none were drawn.
         """
-        noise = self.noise(positions[:1])
+        noise = self._own_noise(positions[:1])
         if noise is None:
             return logits.argmax(-1)
         filters = None
@@ -117,7 +117,11 @@ class Sampler:
         return block, by_rule, proposal_of(block, drafted, noise, None) if self.draws else None
 
     def noise(self, length: Tensor) -> BlockNoise | None:
-        """Return the noise of a block whose bonus token is at `length` int64 `[1]`."""
+        """Return the noise, for the drafter, of a block whose bonus token is at `length` int64
+        `[1]`; None if there is none."""
+        return self._own_noise(length)
+
+    def _own_noise(self, length: Tensor) -> BlockNoise | None:
         if self.temperature == 0:
             return None
         temperatures = torch.full_like(length, self.temperature, dtype=torch.float32)

@@ -192,3 +192,17 @@ def made(kind: Any, is_deterministic: bool) -> Any:
     found = kind.__new__(kind)
     found.__dict__["enable_deterministic"] = is_deterministic
     return found
+
+
+@pytest.mark.parametrize(
+    ("sites", "ranks", "draws"),
+    [("all", 2, True), ("rng", 2, True), ("dflash-selector", 2, False), ("off", 1, True)],
+)
+def test_ranks_draw_drafts_if_they_commit_the_same_samples(
+    sites: str, ranks: int, draws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft is accepted by what its rank has drawn it from, and ranks may differ by rounding."""
+    monkeypatch.setenv("SGLANG_SPEC_TP_SYNC", sites)
+    group = SimpleNamespace(world_size=ranks, rank_in_group=0)
+    tokens = TargetTokens(Sampler(), Ranks(group), no_penalties(), TorchOps())
+    assert tokens.draws(batch_with(sampling_info())) == draws
