@@ -31,6 +31,20 @@ from sglang_dflash.drafting.noise import BlockNoise, Proposal
 CHUNK, BLOCK = 8192, 1024
 
 
+@triton.jit
+def best_candidate(
+    p_row, b_ids, b_q, i_max, i_total, i_scale, i_hash, i_split, CHUNK: tl.constexpr
+):  # fmt: skip
+    """The largest score of the candidates in a program's columns, and its token: the score of the
+    part of their probabilities that the draft's leave, in the unit of the other scores."""
+    b_x = tl.load(p_row + b_ids, mask=b_ids >= 0, other=float("-inf")).to(tl.float32)
+    b_left = tl.exp((b_x - i_max) * i_scale) / i_total - b_q
+    b_scores = tl.log(tl.maximum(b_left, 0.0)) + tl.log(i_total) + i_max * i_scale
+    b_scores += gumbel(end_hash(i_hash, b_ids))
+    is_here = (b_ids >= 0) & (b_ids // CHUNK == i_split)
+    return first_largest(tl.where(is_here, b_scores, float("-inf")), b_ids)
+
+
 # Batches and blocks of any size share a compilation: the number of rows decides where the parts'
 # ids begin.
 @triton.heuristics({"HAS_PROPOSAL": lambda args: args["p_block"] is not None})
@@ -82,14 +96,9 @@ def sample_whole_kernel(
             b_best = tl.maximum(b_score, b_best)
         i_best, i_id = first_largest(b_best, b_ids)
         if HAS_PROPOSAL and is_drawn:
-            # What is left of the candidates' probabilities, in the unit of the other scores.
-            b_x = tl.load(p_row + b_q_ids, mask=b_q_ids >= 0, other=float("-inf"))
-            b_left = tl.exp((b_x.to(tl.float32) - i_max) * i_scale) / i_total - b_q
-            b_left = tl.log(tl.maximum(b_left, 0.0)) + tl.log(i_total) + i_max * i_scale
-            b_left += gumbel(end_hash(i_hash, b_q_ids))
-            is_here = (b_q_ids >= 0) & (b_q_ids // CHUNK == i_split)
-            b_left = tl.where(is_here, b_left, float("-inf"))
-            i_left, i_left_id = first_largest(b_left, b_q_ids)
+            i_left, i_left_id = best_candidate(
+                p_row, b_q_ids, b_q, i_max, i_total, i_scale, i_hash, i_split, CHUNK
+            )
             i_id = tl.where(i_left > i_best, i_left_id, i_id)
             i_best = tl.maximum(i_left, i_best)
             # By rounding, nothing may be left.

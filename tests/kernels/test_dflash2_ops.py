@@ -170,7 +170,7 @@ def test_noise_of_the_walk_is_that_of_the_drafts() -> None:
 
 
 def test_candidates_of_several_ranks_are_walked() -> None:
-    """What a gather of ranks leaves is read as it is by the kernel, too."""
+    """The kernel reads the candidates that a gather of ranks leaves."""
     requests, drafts, k = 3, 2, 4
     parts = torch.rand(2, requests * drafts, 90, device=DEVICE).topk(k)
     ranks = iter((parts.values, parts.indices.float()))

@@ -209,8 +209,8 @@ def test_sample_filtered(
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
 def test_a_token_that_is_not_kept_is_never_drawn(filtered: bool) -> None:
-    """Where nothing but the draft is left it is accepted, whatever the random number: that of one
-    of these seeds is all but 1."""
+    """The draft is accepted if it is all that is left, whatever the random number: that of one of
+    these seeds is all but 1."""
     seeds = torch.tensor([5926359, 1, 2, 3, 4], device=DEVICE)
     noise = BlockNoise(seeds, torch.ones(5, device=DEVICE), torch.full_like(seeds, 9))
     logits = torch.full((10, 300), -torch.inf, device=DEVICE)
