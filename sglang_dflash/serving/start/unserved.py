@@ -243,7 +243,7 @@ class Ignored(NamedTuple):
 IGNORED = (
     Ignored(
         ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
-        "a draft is accepted only if it is the target's own token, so that sampled answers have "
+        "drafts are accepted so that sampled answers have "
         "plain decoding's distribution",
         in_docs="below 1, and both in `/set_internal_state`",
         note="SGLang's worker accepts more with them, on CUDA",
