@@ -143,7 +143,7 @@ WARNED: dict[str, tuple[list[str], str, list[str], str]] = {
     **{
         flags[0]: (server_flags(), why, flags, f"{flags[0]}: no effect: ")
         for why, flags in {
-            "a draft is accepted only if": ["--speculative-accept-threshold-single", "0.9"],
+            "drafts are accepted so that sampled": ["--speculative-accept-threshold-single", "0.9"],
             "plain decoding's distribution": ["--speculative-accept-threshold-acc", "0.5"],
             "for EAGLE only": ["--speculative-use-rejection-sampling"],
             "from safetensors files": ["--speculative-draft-load-format", "npcache"],
