@@ -35,7 +35,7 @@ from experiments.runner import NoOptions as Options
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.backend import AttentionSizes
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter, nonfinite_rows
+from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
@@ -169,11 +169,7 @@ def _step(
         texts.write(request_slots.rows[:, None], flat.view(ids.shape), filled)
         texts.learn(accepted)
     with record_launches(scene) as absorb:
-        features = model.context_features(hidden)
-        nonfinite_rows(features)
-        kv = model.project_context(features)
-        for group, at in zip(groups, entries, strict=True):
-            group.store(model, kv, flat, at)
+        drafter.store(hidden, flat, committed.flatten(), entries)
     return {
         "propose": propose, "absorb": absorb, "commit": commit, "greedy": greedy,
         "unfused": by_torch, "lookup": lookup,

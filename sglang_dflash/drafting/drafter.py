@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,19 @@ from sglang_dflash.drafting.groups import ALL_TOKENS, ContextWrite, KVGroup
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise, SampledBlocks
-from sglang_dflash.drafting.options import ResolvedOptions
+from sglang_dflash.drafting.options import MOST_PROJECTED, ResolvedOptions
+
+
+class PromptWrites(NamedTuple):
+    """The part of a prefill forward that the drafter writes.
+
+    Attributes:
+        rows: int64 `[N]`, the tokens' rows of the forward's hidden states; None for the first N.
+        writes: the tokens that each of the drafter's groups writes.
+    """
+
+    rows: Tensor | None
+    writes: Sequence[ContextWrite]
 
 
 class Proposer(Protocol):
@@ -34,17 +46,17 @@ class Proposer(Protocol):
         positions: Tensor,
         slots: Tensor,
         committed: Tensor | None = None,
-        writes: Sequence[ContextWrite] | None = None,
+        prompt: PromptWrites | None = None,
     ) -> None:
-        """Write draft K/V of tokens that the target has computed.
+        """Write draft K/V of N tokens that the target has computed.
 
         Args:
-            target_hidden: `[N, F * E]`, outputs of the target layers that the draft reads, side by
-                side.
+            target_hidden: `[>= N, F * E]`, outputs of the target layers that the draft reads, side
+                by side; those of the tokens come first.
             positions: int64 `[N]`.
             slots: int64 `[N]`, the tokens' slots in the target's KV pool.
             committed: bool `[N]`, False for drafted tokens that were not accepted; None if all are.
-            writes: of a prompt, what each of `groups` writes; None for all.
+            prompt: of a prompt, the part of it that is written; None for all.
         """
 
     def propose(
@@ -109,17 +121,39 @@ class Drafter:
         positions: Tensor,
         slots: Tensor,
         committed: Tensor | None = None,
-        writes: Sequence[ContextWrite] | None = None,
+        prompt: PromptWrites | None = None,
     ) -> None:
         if len(slots) == 0:
             return
+        rows, writes = prompt or PromptWrites(None, (ALL_TOKENS,) * len(self.groups))
+        entries = [
+            group.place(slots, committed, write)
+            for group, write in zip(self.groups, writes, strict=True)
+        ]
+        for first in range(0, len(slots), MOST_PROJECTED):
+            piece = slice(first, min(first + MOST_PROJECTED, len(slots)))
+            self.store(
+                target_hidden[piece if rows is None else rows[piece]],
+                positions[piece],
+                None if committed is None else committed[piece],
+                [of_group[piece] for of_group in entries],
+            )
+
+    def store(
+        self,
+        target_hidden: Tensor,
+        positions: Tensor,
+        committed: Tensor | None,
+        entries: Sequence[Tensor],
+    ) -> None:
+        """Project tokens, and store their K/V in entries int64 `[N]` of each group. For the rest
+        see `Proposer.absorb`."""
         features = self.model.context_features(target_hidden)
         broken = nonfinite_rows(features)
         self.counters.add_nonfinite(broken if committed is None else committed & broken)
         kv = self.model.project_context(features)
-        writes = writes or (ALL_TOKENS,) * len(self.groups)
-        for group, write in zip(self.groups, writes, strict=True):
-            group.write(self.model, kv, positions, slots, committed, write)
+        for group, of_group in zip(self.groups, entries, strict=True):
+            group.store(self.model, kv, positions, of_group)
 
     def propose(
         self,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import PADDING_SLOT, RequestSlots
-from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.groups import ContextWrite, KVGroup
+from sglang_dflash.drafting.drafter import Drafter, PromptWrites
+from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.noise import LIKELIEST, RULES, BlockNoise, SampledBlocks
 
 # Columns of the narrowest table of a whole context; each wider one but the last has four times as
@@ -192,13 +192,13 @@ class GraphedDrafter:
         positions: Tensor,
         slots: Tensor,
         committed: Tensor | None = None,
-        writes: Sequence[ContextWrite] | None = None,
+        prompt: PromptWrites | None = None,
     ) -> None:
         key = None
-        if committed is not None and writes is None:
+        if committed is not None and prompt is None:
             key = self._key_of_commit(len(slots))
         if key is None or committed is None:
-            self._drafter.absorb(target_hidden, positions, slots, committed, writes)
+            self._drafter.absorb(target_hidden, positions, slots, committed, prompt)
             return
         tokens = key.requests * self._drafter.verify_block
         self._buffers.set_commit(tokens, target_hidden, positions, slots, committed)
@@ -288,7 +288,7 @@ class _Buffers:
             bucket: tokens of the recording, at least those of the commit.
         """
         _copy([(self.positions, positions), (self.slots, slots)])
-        self.hidden[: len(slots)].copy_(hidden)
+        self.hidden[: len(slots)].copy_(hidden[: len(slots)])
         self.committed[: len(slots)].copy_(committed)
         if len(slots) < bucket:
             self.committed[len(slots) : bucket].fill_(False)

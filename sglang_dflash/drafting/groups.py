@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import LayerGroup, Reach
@@ -23,7 +24,8 @@ class ContextWrite(NamedTuple):
     """The part of the absorbed tokens that a group writes.
 
     Attributes:
-        tokens: int64 indices of the tokens, in the order in which to write them; a slice for all.
+        tokens: int64 indices of the tokens, in the order in which they take entries; a slice for
+            all.
         fair_share: see `DraftKVCache.place`.
     """
 
@@ -63,53 +65,38 @@ class KVGroup:
             counters.add_context(table)
         self.attention.prepare(self.cache.kv, table)
 
-    def write(
-        self,
-        model: DraftModel,
-        kv: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        committed: Tensor | None,
-        write: ContextWrite,
-    ) -> None:
-        """Assign entries to tokens, and store their K/V.
+    def place(self, slots: Tensor, committed: Tensor | None, write: ContextWrite) -> Tensor:
+        """Assign entries to tokens.
+
+        Args:
+            slots: int64 `[N]`.
+            committed: bool `[N]`; None for all.
+            write: the tokens that this group writes.
+
+        Returns:
+            int64 `[N]`; -1 for a token that is not to be stored.
+        """
+        tokens, fair_share = write
+        if isinstance(tokens, slice):
+            return self.cache.place(slots, committed, fair_share)
+        entries = torch.full_like(slots, -1)
+        if len(tokens):
+            live = None if committed is None else committed[tokens]
+            placed = self.cache.place(slots[tokens], live, fair_share)
+            entries.index_copy_(0, tokens, placed)
+        return entries
+
+    def store(self, model: DraftModel, kv: Tensor, positions: Tensor, entries: Tensor) -> None:
+        """Store K/V of tokens in entries.
 
         Args:
             kv: `[N, L, 2, G, D]`, of all draft layers, from `DraftModel.project_context`.
-            positions, slots: int64 `[N]`.
-            committed: bool `[N]`; None for all.
-            write: the tokens that this group writes.
-        """
-        tokens, fair_share = write
-        slots = slots[tokens]
-        if not len(slots):
-            # This group sees nothing of this chunk of a prompt.
-            return
-        live = None if committed is None else committed[tokens]
-        entries = self.cache.place(slots, live, fair_share)
-        self.store(model, kv, positions[tokens], entries, tokens)
-
-    def store(
-        self,
-        model: DraftModel,
-        kv: Tensor,
-        positions: Tensor,
-        entries: Tensor,
-        tokens: Tensor | slice = slice(None),
-    ) -> None:
-        """Store K/V of M tokens in entries.
-
-        Args:
-            kv: see `write`.
-            positions: int64 `[M]`.
-            entries: int64 `[M]`, from `DraftKVCache.place`.
-            tokens: indices int64 `[M]` of these tokens in `kv`; a slice for adjacent ones.
+            positions: int64 `[N]`.
+            entries: int64 `[N]`, from `place`.
         """
         for model_layers, cache_layers in self._layer_slices:
             cache_kv = self.cache.kv[:, cache_layers]
-            model.write_context(
-                kv[tokens, model_layers], model_layers, positions, cache_kv, entries
-            )
+            model.write_context(kv[:, model_layers], model_layers, positions, cache_kv, entries)
 
     @cached_property
     def _layer_slices(self) -> list[tuple[slice, slice]]:

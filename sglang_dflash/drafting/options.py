@@ -27,6 +27,8 @@ _MOST_TRAINED_BLOCKS = 16
 NARROW_WIDTHS = (1, 4, 8)
 # Plain steps whose hidden states wait to be absorbed, at most.
 MOST_WAITING_STEPS = 16
+# Tokens that the drafter projects to K/V at a time, at most: a prompt takes several projections.
+MOST_PROJECTED = 512
 
 RECURRENT_ROLLBACKS = ("auto", "replay", "snapshot")
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.draft_config import DraftConfig, Reach
 from sglang_dflash.drafting.attention.capabilities import AttentionLoad, Capabilities
-from sglang_dflash.drafting.options import ResolvedOptions
+from sglang_dflash.drafting.options import MOST_PROJECTED, ResolvedOptions
 from sglang_dflash.memory.sizes import GroupKVSize
 
 # What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
@@ -34,6 +34,8 @@ class DraftMemory(NamedTuple):
         graph_buffers: what recorded steps read and write; 0 if none are recorded.
         logits: of the drafted positions of `--max-running-requests` requests.
         activations: of the draft network for such a batch.
+        projection: of the 512 tokens of a prompt, or of a step, that are projected to draft K/V at
+            a time.
         waiting_hidden: with adaptive width, hidden states of plain steps that the drafter has not
             absorbed; 0 if every step drafts.
         texts: with lookup, the tokens of each running request, in which drafts are looked up: 4
@@ -53,6 +55,7 @@ class DraftMemory(NamedTuple):
     graph_buffers: int = 0  # GraphedDrafter
     logits: int = 0  # in each step TargetHead.logits and the draft head
     activations: int = 0  # in each step DraftModel
+    projection: int = 0  # Drafter.store
     waiting_hidden: int = 0  # PendingContext
     texts: int = 0  # Lookup
     narrow_widths: int = 0  # TargetForwardByWidth
@@ -63,10 +66,9 @@ class DraftMemory(NamedTuple):
 
     def after_graphs(self, recorded: bool) -> int:
         """Bytes that are not allocated yet when SGLang has captured its graphs, and recorded steps
-        of ours hold theirs. What has waited is absorbed by an eager step."""
-        if not recorded:
-            return self.waiting_hidden + self.logits + self.activations
-        return self.waiting_hidden + (self.activations if self.waiting_hidden else 0)
+        of ours hold theirs. Prompts, and what has waited, are projected eagerly."""
+        eager = self.waiting_hidden + self.projection
+        return eager if recorded else eager + self.logits + self.activations
 
     def as_report(self) -> dict[str, int]:
         """Return all parts and their sum, as /server_info and `inspect` show them."""
@@ -149,7 +151,6 @@ def draft_memory(config: DraftConfig, steps: StepSizes) -> DraftMemory:
     reaches = [group.reach for group in config.groups(options.reach)]
     columns = [reach.tokens_read(steps.positions) for reach in reaches]
     vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / steps.ranks)
-    tokens = requests * max(verified, steps.most_waiting_steps)
     drafts = block * 2 * 8 + (block - 1) * config.head.candidates * (8 + 4)
     recorded = 4 * 8 + 4 + drafts + verified * (2 * 8 + 1 + hidden)
     return DraftMemory(
@@ -170,7 +171,8 @@ def draft_memory(config: DraftConfig, steps: StepSizes) -> DraftMemory:
         ),
         graph_buffers=steps.recorded * recorded,
         logits=requests * (block - 1) * (vocabulary * itemsize + config.head.position_bytes),
-        activations=tokens * _activations(part) * itemsize,
+        activations=requests * block * _layer_numbers(part) * itemsize,
+        projection=MOST_PROJECTED * _projection_numbers(part, reaches) * itemsize,
         # And their concatenation.
         waiting_hidden=2 * steps.most_waiting_steps * requests * (2 * 8 + hidden),
         texts=4 * steps.rows * steps.positions * options.looks_up,
@@ -189,14 +191,19 @@ def _table_cell(paged: bool, holes: bool) -> int:
     return 48 if holes else 12
 
 
-def _activations(config: DraftConfig) -> int:
-    """Numbers per token that are alive at once, at most: of a layer residual, input, q, k and v,
-    attention's output, gate and up, and their product; of a commit features and K/V of all
-    layers."""
+def _layer_numbers(config: DraftConfig) -> int:
+    """Numbers per drafted token that are alive at once in a layer, at most: residual, input, q, k
+    and v, attention's output, gate and up, and their product."""
     attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     of_layer = 3 * config.hidden_size + attention + 3 * config.intermediate_size
-    of_layer += config.head.activations(config)
-    return max(of_layer, 3 * config.hidden_size + 2 * math.prod(config.kv_shape))
+    return of_layer + config.head.activations(config)
+
+
+def _projection_numbers(config: DraftConfig, reaches: Sequence[Reach]) -> int:
+    """Numbers per projected token that are alive at once, at most: features, K/V of all layers, and
+    hidden states, which are gathered if no layer reads the whole context."""
+    gathered = config.target_hidden_width * all(reach.is_bounded for reach in reaches)
+    return gathered + 3 * config.hidden_size + 2 * math.prod(config.kv_shape)
 
 
 def narrow_width_bytes(

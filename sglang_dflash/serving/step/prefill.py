@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.attention.visibility import ever_visible
+from sglang_dflash.drafting.drafter import PromptWrites
 from sglang_dflash.drafting.groups import ContextWrite, KVGroup
 from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
@@ -69,22 +70,14 @@ class PromptContext(NamedTuple):
     forward.
 
     Attributes:
-        token_count: N, the tokens of the forward. Later rows of its hidden states are padding.
-        hidden_rows: int64 `[M]`, rows of its hidden states to project; a slice for all.
-        positions: int64 `[M]`.
-        slots: int64 `[M]`, in the target's KV pool.
-        writes: the tokens that each group of draft layers writes.
+        positions: int64 `[N]`.
+        slots: int64 `[N]`, in the target's KV pool.
+        writes: what is written of them.
     """
 
-    token_count: int
-    hidden_rows: Tensor | slice
     positions: Tensor
     slots: Tensor
-    writes: Sequence[ContextWrite]
-
-    def select(self, target_hidden: Tensor) -> Tensor:
-        """The hidden states `[M, F * E]` to project, of the forward's `[>= N, F * E]`."""
-        return target_hidden[: self.token_count][self.hidden_rows]
+    writes: PromptWrites
 
 
 def place_prompt(
@@ -117,14 +110,14 @@ def place_prompt(
     def on_device(index: Tensor | slice) -> Tensor | slice:
         return index if isinstance(index, slice) else to_device(index, req_to_token.device)
 
-    hidden_rows, parts = prompt.to_write(groups)
-    hidden_rows = on_device(hidden_rows)
+    projected, parts = prompt.to_write(groups)
+    rows = on_device(projected)
     writes = [
         ContextWrite(on_device(part), group.fair_share(len(batch.reqs), carried))
         for group, part in zip(groups, parts, strict=True)
     ]
-    places = positions[hidden_rows], slots[hidden_rows]
-    return PromptContext(len(slots), hidden_rows, *places, writes)
+    of_rows = None if isinstance(rows, slice) else rows
+    return PromptContext(positions[rows], slots[rows], PromptWrites(of_rows, writes))
 
 
 def write_texts(batch: ScheduleBatch, lookup: Lookup) -> None:

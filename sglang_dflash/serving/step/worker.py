@@ -126,8 +126,8 @@ class DFlashWorker:
         self.ranks.prompt_tokens(result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
-        hidden = prompt.select(result.logits_output.hidden_states)
-        self.drafter.absorb(hidden, prompt.positions, prompt.slots, writes=prompt.writes)
+        hidden = result.logits_output.hidden_states
+        self.drafter.absorb(hidden, prompt.positions, prompt.slots, prompt=prompt.writes)
         replace_hidden_states(batch, result.logits_output)
         # In a mixed batch under overlap, the host does not know the decoding requests' next
         # token yet.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter, nonfinite_rows
+from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads.head import TargetHead
@@ -124,11 +124,7 @@ class LoadedDraft:
                 group.cache.place(self.slots, (steps < accepted.lengths[:, None]).flatten())
 
         def absorb() -> None:
-            features = model.context_features(self.hidden)
-            nonfinite_rows(features)
-            kv = model.project_context(features)
-            for group, at in zip(groups, entries, strict=True):
-                group.store(model, kv, self.positions, at)
+            drafter.store(self.hidden, self.positions, None, entries)
 
         return {"propose": propose, "sampled": sampled, "commit": commit, "absorb": absorb}
 

@@ -19,6 +19,7 @@ from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.serving.kv_transfer import host_tier, staging
 from sglang_dflash.serving.kv_transfer.host_tier import HostTier
 from sglang_dflash.serving.kv_transfer.staging import Staging
+from tests.alive import Alive
 from tests.conftest import write_kv
 from tests.serving.fake_cuda import FakeCuda
 from tests.serving.in_process import SLOTS as WORKERS_SLOTS
@@ -36,7 +37,6 @@ from tests.serving.kv_transfer.test_host_tier import (
     read,
     write,
 )
-from tests.serving.start.test_draft_memory import Alive
 
 NO_SLOTS = torch.empty(0, dtype=torch.int64)
 

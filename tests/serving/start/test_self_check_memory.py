@@ -10,7 +10,7 @@ from experiments.launches import StepContents, record_launches
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.tools.gpu_check.drafters import random_head, random_model
 from sglang_dflash.tools.gpu_check.floors import config_of
-from tests.serving.start.test_draft_memory import Alive
+from tests.alive import Alive
 
 CUDA = torch.device("cuda")
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglang_dflash.drafting import drafter
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.drafter import Drafter, PromptWrites
 from sglang_dflash.drafting.groups import ContextWrite
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.kv.ring import RingKVCache
@@ -116,7 +117,9 @@ class Pool:
         hidden = torch.stack([self.of(c) for c in request.contents[first:end]])
         writes = [ContextWrite(part, group.cache.num_entries // RUNNING)
                   for group, part in zip(self.groups, parts, strict=True)]  # fmt: skip
-        self.drafter.absorb(hidden[kept], tokens.positions[kept], slots[kept], writes=writes)
+        rows = None if isinstance(kept, slice) else kept
+        prompt = PromptWrites(rows, writes)
+        self.drafter.absorb(hidden, tokens.positions[kept], slots[kept], prompt=prompt)
 
     def step(self) -> None:
         """Compare a proposal of all running requests with the reference, then commit."""
@@ -177,8 +180,14 @@ class Pool:
     ids=["default", "window", "too-small", "pages"],
 )
 def test_every_block_is_the_references(
-    backend: str, window: int | None, entries: int | None, tmp_path: Any
+    backend: str,
+    window: int | None,
+    entries: int | None,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Prompts take several projections.
+    monkeypatch.setattr(drafter, "MOST_PROJECTED", 3)
     pool = Pool(tmp_path, backend, window, entries)
     with torch.inference_mode():
         seen = pool.run(24)
