@@ -162,21 +162,25 @@ class Drafter:
         noise: BlockNoise | None = None,
         width: int | None = None,
     ) -> Tensor | SampledBlocks:
-        ids, hidden = self.forward(bonus, requests)
-        # The lm_head is most of a proposal on a CPU: only what the step verifies is drafted.
-        hidden = hidden[:, :width]
+        # The lm_head is most of a proposal: only what the step verifies is drafted.
+        return self.draft(self.forward(bonus, requests)[:, :width], bonus, noise)
+
+    def draft(
+        self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None
+    ) -> Tensor | SampledBlocks:
+        """Draft the first W tokens of blocks from their hidden states `[R, W, E]`. For the rest see
+        `Proposer.propose`."""
         drafted = self.head(hidden, bonus, noise)
         tokens = drafted.tokens if isinstance(drafted, SampledBlocks) else drafted
         broken = tokens < 0
         # With noise, scores are finite where logits are.
         self.counters.add_nonfinite(broken.view(-1, *hidden.shape[:1], tokens.shape[-1])[0])
         tokens = tokens.masked_fill(broken, self.model.config.mask_token_id)
-        blocks = torch.cat((ids[:, :1].expand(*tokens.shape[:-1], 1), tokens), -1)
+        blocks = torch.cat((bonus[:, None].expand(*tokens.shape[:-1], 1), tokens), -1)
         return drafted._replace(tokens=blocks) if isinstance(drafted, SampledBlocks) else blocks
 
-    def forward(self, bonus: Tensor, requests: RequestSlots) -> tuple[Tensor, Tensor]:
-        """The draft's inputs int64 `[R, B]`, bonus and mask tokens, and its hidden states
-        `[R, B, E]`."""
+    def forward(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        """The draft's hidden states `[R, B, E]` of the block of bonus and mask tokens."""
         ops, block = self.model.ops, self.draft_block
         for group in self.groups:
             group.prepare(self.model, requests, self.counters)
@@ -184,7 +188,7 @@ class Drafter:
         ids, positions = ops.prepare_block(bonus, requests.seq_lens, block, mask_id)
         embedded = self._embed(ids.flatten()).unflatten(0, ids.shape)
         attend = self._attend
-        return ids, self.model(embedded, positions, lambda layer, *qkv: attend[layer](*qkv))
+        return self.model(embedded, positions, lambda layer, *qkv: attend[layer](*qkv))
 
     def describe(self) -> Mapping[str, Any]:
         return {}

@@ -7,6 +7,7 @@ the padding slot only.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,10 +39,12 @@ class Recorder(Protocol):
 
 
 class Key(NamedTuple):
-    """The shape that a recording is for: R requests, C table columns; 0 columns for a commit."""
+    """The shape that a recording is for: R requests, C table columns of the draft's forward, W
+    tokens of the blocks that its head drafts. Without a forward and a head it is a commit."""
 
     requests: int
-    columns: int
+    columns: int = 0
+    width: int = 0
 
 
 def default_column_buckets(columns: int) -> tuple[int, ...]:
@@ -77,6 +80,7 @@ class GraphedDrafter:
         req_to_token: Tensor,
         batch_buckets: Sequence[int],
         column_buckets: Sequence[int] = (),
+        widths: Sequence[int] = (),
     ) -> None:
         """Records every step.
 
@@ -85,6 +89,8 @@ class GraphedDrafter:
             batch_buckets: batch sizes.
             column_buckets: numbers of table columns; by default those of `default_column_buckets`,
                 or one if no layer reads the whole context.
+            widths: tokens of blocks that steps verify, at least 2, beside the whole block. With
+                some, forwards and heads are recorded apart.
         """
         self._drafter, self._table = drafter, req_to_token
         self.groups: Sequence[KVGroup] = drafter.groups
@@ -97,6 +103,8 @@ class GraphedDrafter:
         self._column_buckets = tuple(
             sorted(set(column_buckets or default_column_buckets(positions)))
         )
+        block = drafter.draft_block
+        self._widths = tuple(sorted({block, *(width for width in widths if width < block)}))
         self.replays = {"propose": 0, "commit": 0}
         self.eager = 0
         self._buffers = _Buffers(drafter, self._batch_buckets[-1])
@@ -105,12 +113,21 @@ class GraphedDrafter:
     def _recorded(self, recorder: Recorder) -> dict[Key, Callable[[], None]]:
         # The largest first: smaller ones reuse its memory.
         keys = [
-            Key(requests, columns)
+            key
             for requests in reversed(self._batch_buckets)
-            for columns in (*reversed(self._column_buckets), 0)
+            for columns in reversed(self._column_buckets)
+            for width in reversed(self._widths)
+            for key in (*self._keys(requests, columns, width), Key(requests))
         ]
-        runs = [partial(self._propose if key.columns else self._commit, key) for key in keys]
+        keys = list(dict.fromkeys(keys))
+        runs = [partial(self._run, key) for key in keys]
         return dict(zip(keys, recorder.record(runs), strict=True))
+
+    def _keys(self, requests: int, columns: int, width: int) -> tuple[Key, ...]:
+        """Return the recordings that make a proposal: one, or its forward and its head."""
+        if len(self._widths) == 1:
+            return (Key(requests, columns, width),)
+        return Key(requests, columns), Key(requests, width=width)
 
     def record_again(self) -> None:
         """Record every step anew, once weights are elsewhere: of the target, too, whose embedding
@@ -130,6 +147,7 @@ class GraphedDrafter:
         return {
             "draft_graph_batch_sizes": list(self._batch_buckets),
             "draft_graph_columns": list(self._column_buckets),
+            "draft_graph_widths": list(self._widths),
             "draft_graph_buffer_bytes": self.buffer_bytes,
         }
 
@@ -142,20 +160,34 @@ class GraphedDrafter:
 
     # -- what is recorded ----------------------------------------------------------------------
 
-    def _propose(self, key: Key) -> None:
-        buffers, count = self._buffers, key.requests
+    def _run(self, key: Key) -> None:
+        if key.columns:
+            self._forward(key.requests, key.columns)
+        if key.width:
+            self._draft(key.requests, key.width)
+        if key == Key(key.requests):
+            self._commit(key.requests)
+
+    def _forward(self, count: int, columns: int) -> None:
+        buffers = self._buffers
         # A window reads no more columns than it has, however long the request.
-        longest = self._table.shape[1] if self._is_bounded else key.columns
+        longest = self._table.shape[1] if self._is_bounded else columns
         requests = RequestSlots(
             self._table, buffers.rows[:count], buffers.seq_lens[:count], longest
         )
-        noise = BlockNoise(buffers.seeds[:count], buffers.temperatures[:count], requests.seq_lens)
-        drafted = self._drafter.propose(buffers.bonus[:count], requests, noise)
-        for buffer, values in zip(buffers.drafted(count), drafted, strict=True):
+        buffers.block_hidden[:count] = self._drafter.forward(buffers.bonus[:count], requests)
+
+    def _draft(self, count: int, width: int) -> None:
+        buffers = self._buffers
+        inputs = buffers.seeds, buffers.temperatures, buffers.seq_lens
+        noise = BlockNoise(*(buffer[:count] for buffer in inputs))
+        hidden = buffers.block_hidden[:count, :width]
+        drafted = self._drafter.draft(hidden, buffers.bonus[:count], noise)
+        for buffer, values in zip(buffers.drafted(count, width), drafted, strict=True):
             buffer.copy_(values)
 
-    def _commit(self, key: Key) -> None:
-        buffers, count = self._buffers, key.requests * self._drafter.verify_block
+    def _commit(self, requests: int) -> None:
+        buffers, count = self._buffers, requests * self._drafter.verify_block
         self._drafter.absorb(
             buffers.hidden[:count],
             buffers.positions[:count],
@@ -172,15 +204,20 @@ class GraphedDrafter:
         noise: BlockNoise | None = None,
         width: int | None = None,
     ) -> Tensor | SampledBlocks:
-        """A recording drafts the whole block, whatever the `width`."""
-        key = self._key_of_proposal(len(bonus), requests)
-        if key is None:
+        """A recording drafts the next wider block that is recorded."""
+        count = len(bonus)
+        size, columns = self._size_of_proposal(count, requests)
+        if size is None or columns is None:
             self.eager += 1
             return self._drafter.propose(bonus, requests, noise, width)
-        self._buffers.set_proposal(key.requests, bonus, requests, noise)
-        self._graphs[key]()
+        self._buffers.set_proposal(size, bonus, requests, noise)
+        block = self._widths[-1]
+        width = _next(self._widths, min(width or block, block)) or block
+        for key in self._keys(size, columns, width):
+            self._graphs[key]()
         self.replays["propose"] += 1
-        drafted = self._buffers.drafted(len(bonus))
+        tokens, candidates, scores = self._buffers.drafted(size, width)
+        drafted = SampledBlocks(tokens[:, :count], candidates[:count], scores[:count])
         # The next replay overwrites them. What the drafts were drawn from is read before.
         if noise is None:
             return drafted.tokens[LIKELIEST].clone()
@@ -205,20 +242,21 @@ class GraphedDrafter:
         self._graphs[key]()
         self.replays["commit"] += 1
 
-    def _key_of_proposal(self, count: int, requests: RequestSlots) -> Key | None:
+    def _size_of_proposal(
+        self, count: int, requests: RequestSlots
+    ) -> tuple[int | None, int | None]:
+        """Return the requests and columns of the recording to replay; None where none is as
+        large."""
         if requests.req_to_token.data_ptr() != self._table.data_ptr():
             raise ValueError("req_to_token is not the table that the recordings read")
-        size = _next(self._batch_buckets, count)
-        columns = _next(self._column_buckets, self._drafter.columns(requests))
-        if size is None or columns is None:
-            return None
-        return Key(size, columns)
+        columns = self._drafter.columns(requests)
+        return _next(self._batch_buckets, count), _next(self._column_buckets, columns)
 
     def _key_of_commit(self, tokens: int) -> Key | None:
         """Return the key of a commit of so many tokens. A commit is per token: a narrow step takes
         the smallest recording with as many tokens, whatever its requests."""
         size = _next(self._batch_buckets, -(-tokens // self._drafter.verify_block))
-        return None if size is None else Key(size, 0)
+        return None if size is None else Key(size)
 
 
 class _Buffers:
@@ -232,20 +270,27 @@ class _Buffers:
 
         self.bonus, self.rows, self.seq_lens = (zeros(requests) for _ in range(3))
         self.seeds, self.temperatures = zeros(requests), zeros(requests, dtype=torch.float32)
-        drafts = requests, drafter.draft_block - 1, drafter.model.head.candidates
-        self.ids = zeros(len(RULES), requests, drafter.draft_block)
+        config, block = drafter.model.config, drafter.draft_block
+        self.block_hidden = weight.new_zeros(requests, block, config.hidden_size)
+        drafts = requests * (block - 1), drafter.model.head.candidates
+        self.ids = zeros(len(RULES) * requests * block)
         self.candidates, self.scores = zeros(*drafts), zeros(*drafts, dtype=torch.float32)
         self.positions, self.slots = zeros(tokens), zeros(tokens)
         self.committed = zeros(tokens, dtype=torch.bool)
-        self.hidden = weight.new_zeros(tokens, drafter.model.config.target_hidden_width)
+        self.hidden = weight.new_zeros(tokens, config.target_hidden_width)
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in vars(self).values())
 
-    def drafted(self, count: int) -> SampledBlocks:
-        """The part of the results that is of so many requests."""
-        return SampledBlocks(self.ids[:, :count], self.candidates[:count], self.scores[:count])
+    def drafted(self, count: int, width: int) -> SampledBlocks:
+        """Contiguous results of that shape."""
+        shape, drafts = (len(RULES), count, width), (count, width - 1)
+        candidates, scores = (
+            buffer[: count * (width - 1)].unflatten(0, drafts)
+            for buffer in (self.candidates, self.scores)
+        )
+        return SampledBlocks(self.ids[: math.prod(shape)].view(shape), candidates, scores)
 
     def clear(self) -> None:
         """Fill them with zeros, which are padding."""

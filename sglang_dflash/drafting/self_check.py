@@ -1,6 +1,5 @@
-"""The drafter's operations against torch's, and its recorded steps against eager ones, on random
-inputs: a few milliseconds at start-up that find a kernel or a graph which this machine gets wrong.
-"""
+"""The drafter's operations against torch's, on random inputs: a few milliseconds at start-up that
+find a kernel which this machine gets wrong. `recording_check` compares recorded steps."""
 
 from __future__ import annotations
 
@@ -19,16 +18,13 @@ from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.draft_source import CLASSES, DraftsBySource, DraftSource
-from sglang_dflash.drafting.drafter import Drafter, Proposer
-from sglang_dflash.drafting.groups import KVGroup, clear
+from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import (
-    COUPLED,
     REDRAWING,
     BlockNoise,
     Proposal,
-    SampledBlocks,
     SampleFilters,
 )
 from sglang_dflash.drafting.ops import TorchOps
@@ -109,54 +105,6 @@ def check_attention(model: DraftModel, draft_block: int, group: KVGroup, most: i
             _compare(name, group.attention.attend(i, q, k, v), expected.attend(i, q, k, v))
     finally:
         kv.zero_()
-
-
-def check_recording(
-    eager: Drafter, recorded: Proposer, req_to_token: Tensor, sizes: Sequence[int] = (REQUESTS,)
-) -> None:
-    """Compare recorded proposals, without noise and coupled, with eager ones, over context that
-    both read. For an empty cache; it is empty again afterwards, and so are the rows of the table.
-
-    Another token is no error where it is as likely to the eager draft as the one that it took, up
-    to rounding: two products of one shape may still be computed by two algorithms.
-
-    Args:
-        sizes: of recorded batches. The one compared has such a size: rows of padding would change
-            shapes, and a larger one would be run eagerly, and so be compared with itself.
-
-    Raises:
-        SelfCheckFailed: the drafted tokens differ.
-    """
-    draw, model = RandomInputs(eager.model), eager.model
-    count = max((n for n in sizes if n <= REQUESTS), default=min(sizes))
-    rows = torch.arange(1, count + 1, device=draw.device)
-    entries = min(group.cache.num_entries for group in eager.groups)
-    length = min(CONTEXT, req_to_token.shape[1] - eager.draft_block, entries // max(8, 2 * count))
-    slots = 1 + torch.arange(len(rows) * length, device=draw.device)
-    seq_lens, bonus = torch.full_like(rows, length), torch.zeros_like(rows)
-    requests = RequestSlots(req_to_token, rows, seq_lens, req_to_token.shape[1])
-    try:
-        req_to_token[rows, :length] = slots.view(len(rows), length).to(req_to_token.dtype)
-        hidden = draw.floats(len(slots), model.config.target_hidden_width)
-        eager.absorb(hidden, torch.arange(length, device=draw.device).repeat(len(rows)), slots)
-        hidden = eager.forward(bonus, requests)[1]
-        temperatures = torch.ones_like(rows, dtype=torch.float32)
-        noise = BlockNoise(draw.ints(0, 2**62, count), temperatures, seq_lens)
-        for label, rule_noise in (("", None), ("coupled ", noise)):
-            blocks = recorded.propose(bonus, requests, rule_noise)
-            if isinstance(blocks, SampledBlocks):
-                blocks = blocks.tokens[COUPLED]
-            drafted = blocks[:, 1:]
-            shortfall = eager.head.shortfall(hidden, bonus, drafted, rule_noise).max().item()
-            # A NaN fails: it is not below anything.
-            if not shortfall <= TOLERANCE[draw.dtype]:
-                check = f"recorded {label}proposal of {count} requests on {draw.device.type}"
-                problem = f"it drafts tokens that are less likely by {shortfall:.3g} of the largest"
-                raise _failed(check, f"{problem} score ({TOLERANCE[draw.dtype]:g} is allowed)")
-    finally:
-        req_to_token[rows, :length] = 0
-        clear(eager.groups)
-        eager.counters.clear()
 
 
 def check_replay(fold: Fold, move_windows: MoveWindows, conv: Tensor, states: Tensor) -> None:
@@ -382,13 +330,13 @@ def _compare(
     if actual.shape == expected.shape and difference <= allowed * scale:
         return
     dtype = str(expected.dtype).removeprefix("torch.")
-    raise _failed(
+    raise failed(
         f"{name} {list(expected.shape)} {dtype} on {expected.device.type}",
         f"it differs from torch by {difference:.3g} of {scale:.3g} ({allowed:g} of it is allowed)",
     )
 
 
-def _failed(check: str, problem: str) -> SelfCheckFailed:
+def failed(check: str, problem: str) -> SelfCheckFailed:
     return SelfCheckFailed(
         f"self-check: {check}",
         required=f"{problem}; serve with {{worker}} builtin, and report it; {{self_check}} off "

@@ -153,6 +153,7 @@ def draft_memory(config: DraftConfig, steps: StepSizes) -> DraftMemory:
     vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / steps.ranks)
     drafts = block * 2 * 8 + (block - 1) * config.head.candidates * (8 + 4)
     recorded = 4 * 8 + 4 + drafts + verified * (2 * 8 + 1 + hidden)
+    recorded += block * config.hidden_size * itemsize
     return DraftMemory(
         scratch_kv=(1 + requests * block * paged) * sum(group.token_bytes for group in steps.kv),
         context_tables=requests

@@ -29,7 +29,8 @@ from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.random_inputs import Cases, RandomInputs
-from sglang_dflash.drafting.self_check import SelfCheckFailed, check_ops, check_recording
+from sglang_dflash.drafting.recording_check import check_recording
+from sglang_dflash.drafting.self_check import SelfCheckFailed, check_ops
 from sglang_dflash.drafting.weights import check_new, load_model, reload, save_model
 from sglang_dflash.memory.draft_memory import (
     DraftMemory,

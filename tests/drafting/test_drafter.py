@@ -111,7 +111,7 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         lengths, bonus = torch.tensor(requests.lengths), torch.randint(0, 63, (count,))
         rows, longest = torch.arange(count), max(requests.lengths)
         slots = RequestSlots(requests.table.int(), rows, lengths, longest)
-        states = drafter.forward(bonus, slots)[1]
+        states = drafter.forward(bonus, slots)
         block = likeliest(drafter.propose(bonus, slots))
         noise = BlockNoise(torch.arange(count), torch.full((count,), 0.8), lengths)
         both = drafter.propose(bonus, slots, noise)

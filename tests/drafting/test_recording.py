@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,8 +92,10 @@ def table() -> Tensor:
     return order.view(ROWS, COLUMNS).int()
 
 
-def graphed(drafter: Drafter, slots: Tensor, widths: tuple[int, ...] = ()) -> GraphedDrafter:
-    return GraphedDrafter(drafter, OpRecorder(), slots, BUCKETS, widths)
+def graphed(
+    drafter: Drafter, slots: Tensor, columns: tuple[int, ...] = (), widths: tuple[int, ...] = ()
+) -> GraphedDrafter:
+    return GraphedDrafter(drafter, OpRecorder(), slots, BUCKETS, columns, widths)
 
 
 class Requests:
@@ -114,9 +117,11 @@ class Requests:
         for drafter in self.drafters:
             drafter.absorb(hidden, positions, slots, committed=committed)
 
-    def step(self, count: int, block: int = RAW["block_size"]) -> list[Tensor]:
+    def step(
+        self, count: int, block: int = RAW["block_size"], width: int | None = None
+    ) -> list[Tensor]:
         """A step of `count` requests, of which so many tokens are verified. What each drafter
-        proposed."""
+        proposed, of blocks of that width."""
         rows = torch.randperm(ROWS, generator=self.random)[:count]
         lengths = self.lengths[rows]
         bonus = torch.randint(0, 63, (count,), generator=self.random)
@@ -126,7 +131,7 @@ class Requests:
         if count % 2 == 0:
             seeds = torch.randint(0, 2**62, (count,), generator=self.random)
             noise = BlockNoise(seeds, 8.0 * torch.arange(count), lengths)
-        found = [drafter.propose(bonus, known, noise) for drafter in self.drafters]
+        found = [drafter.propose(bonus, known, noise, width) for drafter in self.drafters]
         accepted = torch.randint(1, block + 1, (count,), generator=self.random)
         committed = (torch.arange(block) < accepted[:, None]).flatten()
         self._absorb(rows, lengths, block, committed)
@@ -156,7 +161,7 @@ def test_replayed_steps_are_the_eager_ones(
     # Lookup fills half of the widest blocks.
     plain, inner = (drafter_of(window, sinks, raw=raw, verify_block=8) for _ in range(2))
     # Of the width of every eager step: another number of columns sums in another order.
-    recorded = graphed(inner, slots, widths=(COLUMNS,))
+    recorded = graphed(inner, slots, columns=(COLUMNS,))
     requests, coupled = Requests(slots, plain, recorded), []
     for step in range(36):
         count = (1, 3, 4, 2, 6)[step % 5]
@@ -207,21 +212,51 @@ def test_steps_are_recorded_again_when_weights_are_elsewhere() -> None:
     assert before.nonfinite == 5 == inner.counters.read().nonfinite
 
 
+@pytest.mark.parametrize("raw", [RAW, DFLASH2], ids=["v1", "dflash2"])
+def test_a_narrow_step_drafts_the_next_wider_block_that_is_recorded(raw: dict[str, Any]) -> None:
+    """The lm_head is read for no more drafts."""
+    slots = table()
+    plain, inner = (drafter_of(12, raw=raw) for _ in range(2))
+    rows = list[int]()
+    head: Any = inner.head
+    target = head.target
+
+    def logits(hidden: Tensor) -> Tensor:
+        rows.append(len(hidden))
+        return target.logits(hidden)
+
+    inner.head = replace(head, target=replace(target, logits=logits))
+    # The block has 4 tokens; one that lookup fills may have more.
+    recorded = graphed(inner, slots, widths=(2, 3, 8))
+    assert set(rows) == {count * drafts for count in BUCKETS for drafts in (1, 2, 3)}
+    rows.clear()
+    requests = Requests(slots, plain, recorded)
+    for step in range(24):
+        width, block = ((2, 2), (3, 3), (4, 4), (8, 4), (None, 4))[step % 5]
+        eager, replayed = requests.step((1, 3, 4, 2)[step % 4], width=width)
+        assert torch.equal(likeliest(eager), likeliest(replayed)), step
+        assert likeliest(replayed).shape[1] == block
+        if isinstance(replayed, SampledBlocks):
+            torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-5)
+            assert replayed.candidates.is_contiguous() and replayed.scores.is_contiguous()
+    assert not rows and recorded.replays["propose"] == 24
+
+
 class BakedIn(Drafter):
     """Reads a request's length in Python."""
 
-    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Any:
+    def forward(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         lengths = [int(length) for length in requests.seq_lens]
         fixed = torch.stack([torch.full((), n) for n in lengths])
-        return super().propose(bonus, requests._replace(seq_lens=fixed), *how)
+        return super().forward(bonus, requests._replace(seq_lens=fixed))
 
 
 class BakedInQuietly(Drafter):
     """The same by `tolist`, which torch's dispatcher does not see on a CPU."""
 
-    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Any:
+    def forward(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         fixed = [torch.full((), n) for n in requests.seq_lens.tolist()]
-        return super().propose(bonus, requests._replace(seq_lens=torch.stack(fixed)), *how)
+        return super().forward(bonus, requests._replace(seq_lens=torch.stack(fixed)))
 
 
 def test_a_length_that_is_baked_in_is_caught() -> None:
@@ -256,7 +291,7 @@ def test_padding_touches_the_padding_slot_only() -> None:
 def test_without_a_window_the_next_wider_table_is_replayed(raw: dict[str, Any]) -> None:
     slots = table()
     plain, inner = (drafter_of(None, raw=raw) for _ in range(2))
-    recorded = graphed(inner, slots, widths=(16, 32))
+    recorded = graphed(inner, slots, columns=(16, 32))
     requests = Requests(slots, plain, recorded)
     for _ in range(20):
         eager, replayed = requests.step(4)

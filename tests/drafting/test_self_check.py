@@ -20,12 +20,12 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise, likeliest
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.options import Options, ResolvedOptions
+from sglang_dflash.drafting.recording_check import check_recording
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.self_check import (
     SelfCheckFailed,
     check_attention,
     check_ops,
-    check_recording,
     check_replay,
 )
 from tests.conftest import kv_groups, random_model, raw_config, with_own
@@ -164,12 +164,12 @@ def test_what_is_compared_has_a_recorded_size(sizes: tuple[int, ...], compared: 
     seen = []
 
     class Recorded:
-        def propose(self, bonus: Tensor, requests: Any, noise: Any) -> Any:
+        def propose(self, bonus: Tensor, requests: Any, noise: Any, width: int) -> Any:
             seen.append(len(bonus))
-            return drafter.propose(bonus, requests, noise)
+            return drafter.propose(bonus, requests, noise, width)
 
-    check_recording(drafter, Recorded(), slots, sizes)
-    assert seen == 2 * [compared]
+    check_recording(drafter, Recorded(), slots, sizes, (2,))
+    assert seen == 4 * [compared]
 
 
 @pytest.mark.parametrize(("gap", "passes"), [(0.0, True), (1e-5, True), (1e-2, False)])
@@ -189,8 +189,8 @@ def test_a_token_that_is_as_likely_is_no_error(gap: float, passes: bool) -> None
     drafter.head = replace(head, target=replace(head.target, logits=with_twins))
 
     class Recorded:
-        def propose(self, bonus: Tensor, requests: Any, noise: Any) -> Any:
-            ids = drafter.propose(bonus, requests, noise)
+        def propose(self, bonus: Tensor, requests: Any, noise: Any, width: int) -> Any:
+            ids = drafter.propose(bonus, requests, noise, width)
             if noise is None:
                 likeliest(ids)[:, 1:] += 1
             return ids
@@ -207,9 +207,9 @@ def test_a_recording_is_compared_and_leaves_nothing_behind(window: int | None) -
     slots, drafter = table(), drafter_of(window)
     before = slots.clone()
     before[1:4] = 0
-    recorded = GraphedDrafter(drafter, OpRecorder(), slots, (4,), (64,))
+    recorded = GraphedDrafter(drafter, OpRecorder(), slots, (4,), (64,), (2,))
     slots.copy_(before)
-    check_recording(drafter, recorded, slots)
+    check_recording(drafter, recorded, slots, widths=(2,))
     assert torch.equal(slots, before) and drafter.groups[0].cache.live_share() in (0, 1)
     drafter.counters.send()
     assert drafter.counters.read() == DraftCounts()
@@ -217,7 +217,7 @@ def test_a_recording_is_compared_and_leaves_nothing_behind(window: int | None) -
     class Stale:
         """Repeats its first answer."""
 
-        def propose(self, bonus: Tensor, requests: Any, noise: Any) -> Tensor:
+        def propose(self, bonus: Tensor, requests: Any, noise: Any, width: int) -> Tensor:
             return recorded.propose(bonus, requests, noise) + 1
 
     with pytest.raises(SelfCheckFailed, match="recorded proposal"):
@@ -246,10 +246,12 @@ def test_a_recording_with_other_noise_is_found(raw: dict[str, Any]) -> None:
     slots, drafter = table(), drafter_of(12, raw=raw)
 
     class Recorded:
-        def propose(self, bonus: Tensor, requests: Any, noise: BlockNoise | None) -> Any:
+        def propose(
+            self, bonus: Tensor, requests: Any, noise: BlockNoise | None, width: int
+        ) -> Any:
             if noise is not None and wrong:
                 noise = noise._replace(seeds=noise.seeds + 1)
-            return drafter.propose(bonus, requests, noise)
+            return drafter.propose(bonus, requests, noise, width)
 
     wrong = False
     check_recording(drafter, Recorded(), slots)

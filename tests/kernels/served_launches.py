@@ -155,6 +155,7 @@ def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
         accepted = ops.accept(ids, ids.clone())
         requests = RequestSlots(table, rows, torch.zeros_like(rows), COLUMNS)
         drafter.propose(accepted.bonus, requests)
+        drafter.propose(accepted.bonus, requests, None, 3)
         # A batch that no recording is for, with sampled requests.
         noise = BlockNoise(accepted.lengths, torch.zeros(count), accepted.bonus)
         drafter._drafter.propose(accepted.bonus, requests, noise)
@@ -182,7 +183,7 @@ def launches() -> dict[str, list[str]]:
             ops: Any = drafter.model.ops
             for run in op_cases(drafter.model, CONFIG.block_size, CONFIG.block_size).values():
                 run(ops)
-            graphed = GraphedDrafter(drafter, TwoRuns(), table, REQUESTS)
+            graphed = GraphedDrafter(drafter, TwoRuns(), table, REQUESTS, widths=(3,))
             replay.warm_up()
             started = set(found.all)
             serve(graphed, ops, replay)

@@ -17,7 +17,8 @@ from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.drafting.self_check import check_attention, check_recording
+from sglang_dflash.drafting.recording_check import check_recording
+from sglang_dflash.drafting.self_check import check_attention
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.start.plan import Plan
 from sglang_dflash.tools.gpu_check.drafters import random_head

@@ -12,7 +12,7 @@ from torch import Tensor
 from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder, default_batch_buckets
-from sglang_dflash.drafting.self_check import check_recording
+from sglang_dflash.drafting.recording_check import check_recording
 
 logger = Log(__name__)
 
@@ -91,7 +91,12 @@ def cuda_recorder(device: torch.device, capturable: bool) -> type[CudaGraphRecor
 
 
 def graphed(
-    drafter: Proposer, recorder: Recorder, req_to_token: Tensor, admitted: int, self_check: bool
+    drafter: Proposer,
+    recorder: Recorder,
+    req_to_token: Tensor,
+    admitted: int,
+    self_check: bool,
+    widths: Sequence[int] = (),
 ) -> Proposer:
     """The drafter with its steps recorded; the drafter itself if they cannot be.
 
@@ -100,6 +105,7 @@ def graphed(
         admitted: requests that run at a time, at most: what attention was made for. A decode
             server's table has more rows.
         self_check: whether a recorded proposal is compared with an eager one.
+        widths: tokens that steps verify, beside the whole block.
 
     Raises:
         SelfCheckFailed: they differ.
@@ -121,11 +127,11 @@ def graphed(
     began, buckets = time.perf_counter(), captured_sizes(admitted)
     # Recordings are made and replayed without gradients.
     with torch.no_grad():
-        recorded = GraphedDrafter(drafter, recorder, req_to_token, buckets)
+        recorded = GraphedDrafter(drafter, recorder, req_to_token, buckets, widths=widths)
         # While graphs are captured, all-reduces of eager steps return anything.
         drafter.counters.clear()
         if self_check:
-            check_recording(drafter, recorded, req_to_token, buckets)
+            check_recording(drafter, recorded, req_to_token, buckets, widths)
             recorded.replays = dict.fromkeys(recorded.replays, 0)
     logger.info(
         "draft steps recorded in %.1f s by %s: %s",

@@ -210,7 +210,9 @@ class DFlashSpecWorker(BaseSpecWorker):
         if plan.recorder is None:
             return eager
         table, admitted = allocated.req_to_token, allocated.admitted
-        drafter = graphed(eager, plan.recorder(), table, admitted, plan.is_checked)
+        # A step of width 1 drafts nothing.
+        widths = [width for width in plan.policy.widths if width > 1]
+        drafter = graphed(eager, plan.recorder(), table, admitted, plan.is_checked, widths)
         if drafter is eager:
             memory.note_eager_steps(self._target_worker.model_runner.kv_cache_configurator)
         return drafter

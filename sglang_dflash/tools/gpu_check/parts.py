@@ -19,9 +19,10 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.noise import BlockNoise, Proposal, SampleFilters
+from sglang_dflash.drafting.recording_check import check_recording
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
 from sglang_dflash.drafting.recurrent.replay import fold_ as torch_fold_
-from sglang_dflash.drafting.self_check import check_attention, check_ops, check_recording
+from sglang_dflash.drafting.self_check import check_attention, check_ops
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.tools.gpu_check.drafters import (
     BenchLoad,

@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_dflash.common.errors import ConfigError
+from sglang_dflash.drafting import options
 from sglang_dflash.drafting.attention.capabilities import Capabilities
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.graphs import GraphedDrafter
@@ -277,6 +278,15 @@ def test_a_started_worker_serves(extension: str | None) -> None:
     assert report["decode_steps"] == 1 and report["draft_kv_live_share"] > 0
     worker.clear_cache_pool()
     assert worker.report()["draft_kv_live_share"] == 0
+
+
+@pytest.mark.parametrize(("width", "recorded"), [("fixed", [4]), ("adaptive", [2, 4])])
+def test_narrow_blocks_are_recorded_for_narrow_steps(
+    width: str, recorded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "NARROW_WIDTHS", (1, 2))
+    worker = started(width=width, extension=f"{HERE}:recorded")
+    assert worker.report()["draft_graph_widths"] == recorded
 
 
 def test_page_tables_of_whole_blocks_have_room_for_a_step_beyond_the_context() -> None:

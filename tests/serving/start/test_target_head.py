@@ -14,7 +14,7 @@ from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.self_check import check_recording
+from sglang_dflash.drafting.recording_check import check_recording
 from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.serving.start.target_head import target_head, unserved_target
 from tests.conftest import random_model, raw_config, with_own
