@@ -20,7 +20,6 @@ from torch import Tensor
 from sglang_dflash.common.command_line import setting
 from sglang_dflash.common.progress import progress_bar
 from sglang_dflash.drafting.acceptance_length import VerifySteps
-from sglang_dflash.drafting.sampled_drafts import SampledDrafts
 from sglang_dflash.tools.bench.datasets import encode_turn, load
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from sglang_dflash.tools.demo_pairs.public_target import KIND
@@ -56,8 +55,6 @@ def run(options: Options) -> dict[str, Any]:
     named, prompts = demo_pair(KIND), load("chat", options.prompts)
     pair = load_pair(str(named.target), str(named.draft), dtype="float32", device="cpu")
     counts = {(how, arm): VerifySteps() for how in SETTINGS for arm in ARMS}
-    block = pair.draft.config.block_size
-    drafts = {how: SampledDrafts(block, torch.device("cpu")) for how in SETTINGS}
     with progress_bar(len(prompts)) as bar:
         for seed, prompt in enumerate(prompts):
             ids = torch.tensor([encode_turn(pair.tokenizer, prompt, [], None)])
@@ -72,7 +69,6 @@ def run(options: Options) -> dict[str, Any]:
                         options.new_tokens,
                         stop_token_ids=pair.stop_token_ids,
                         choose=sampler(how[0], 0, how[1], seed),
-                        drafts=drafts[how],
                     )
                     if arm != "drawn":
                         answers.add(tuple(out.tokens))

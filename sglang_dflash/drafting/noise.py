@@ -117,6 +117,12 @@ def likeliest(drafted: Tensor | SampledBlocks) -> Tensor:
     return drafted.tokens[LIKELIEST] if isinstance(drafted, SampledBlocks) else drafted
 
 
+def sampled(drafted: Tensor | SampledBlocks) -> Tensor:
+    """The drafts int64 `[R, B]` of what a drafter returns: with noise, those that it decides."""
+    # A copy begins where kernels have been compiled for.
+    return drafted.tokens[COUPLED].clone() if isinstance(drafted, SampledBlocks) else drafted
+
+
 class Proposal(NamedTuple):
     """The drafts that a step verifies, and the distributions that they were drawn from.
 
@@ -131,6 +137,32 @@ class Proposal(NamedTuple):
     is_drawn: Tensor
     candidates: Tensor
     scores: Tensor
+
+
+def proposal_of(
+    block: Tensor,
+    drafted: Tensor | SampledBlocks,
+    noise: BlockNoise | None,
+    seeded: Tensor | None,
+    looks_up: Tensor | None = None,
+) -> Proposal | None:
+    """Return what the drafts of a step were drawn from; None if they were not.
+
+    Args:
+        block: int64 `[R, W]`, which the step verifies.
+        drafted: see `Proposer.propose`.
+        noise: that was handed to it.
+        seeded: bool `[R]`, the requests with a seed; None if no request has one.
+        looks_up: bool `[R]`, the requests whose drafts are looked up; None for none. It may not
+            depend on the noise of this block.
+    """
+    if noise is None or not isinstance(drafted, SampledBlocks):
+        return None
+    is_drawn = noise.temperatures > 0
+    for others in (seeded, looks_up):
+        if others is not None:
+            is_drawn = is_drawn & ~others
+    return Proposal(block, is_drawn, drafted.candidates, drafted.scores)
 
 
 class SampleFilters(NamedTuple):

@@ -10,13 +10,18 @@ import torch
 from sglang.srt.layers import sampler as sglangs
 from torch import Tensor
 
-from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.heads.plain import ArgmaxHead
-from sglang_dflash.drafting.noise import COUPLED, BlockNoise, SampledBlocks, gumbel
+from sglang_dflash.drafting.noise import (
+    COUPLED,
+    BlockNoise,
+    SampledBlocks,
+    gumbel,
+    proposal_of,
+    sampled,
+)
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.sampled_drafts import SampledDrafts, proposal_of
 from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
 
 VOCAB, BLOCK = 50, 4
@@ -110,62 +115,14 @@ def test_a_head_drafts_by_both_rules_on_any_number_of_ranks() -> None:
         torch.testing.assert_close(part, expected)
 
 
-def test_the_better_rule_is_found_by_position() -> None:
-    """At the first draft the two are equally good, at the second one coupling is better, at the
-    third one the likeliest token. Greedy requests keep it everywhere, and teach nothing."""
-    steps, rows, right = 60, 8, [(0.6, 0.6), (0.2, 0.8), (0.8, 0.2)]
-    drafts = SampledDrafts(BLOCK, torch.device("cpu"))
-    noise = noise_of([1.0])._replace(temperatures=torch.tensor([0.0] * 4 + [1.0] * 4))
-    for _ in range(steps):
-        target = torch.randint(1, 9, (rows, BLOCK))
-        drafted, all_ = torch.zeros(2, rows, BLOCK, dtype=torch.int64), torch.ones(rows).bool()
-        for rule in (0, 1):
-            hit = torch.rand(rows, BLOCK - 1) < torch.tensor([pair[rule] for pair in right])
-            # A greedy request's drafts are the other way round.
-            hit[:4] = True
-            drafted[rule, :, 1:] = target[:, :-1] * hit
-        drafted[1, :4, 1:] = 0
-        block, by_rule = drafts.choose(blocks(drafted), noise, all_)
-        assert torch.equal(block[:4], drafted[0, :4])
-        lengths = torch.randint(1, BLOCK + 1, (rows,))
-        drafts.learn(by_rule, Accepted(lengths, target, target[:, 0]))
-    assert drafts.couples[1:].tolist() == [True, False]
-    block, _ = drafts.choose(blocks(drafted), noise, all_)
-    assert torch.equal(block[4:, 2], drafted[1, 4:, 2])
-    assert torch.equal(block[4:, 3], drafted[0, 4:, 3])
-
-
-def test_positions_that_were_not_reached_teach_nothing() -> None:
-    drafts, noise = SampledDrafts(BLOCK, torch.device("cpu")), noise_of([1.0])
-    target = torch.tensor([[5, 6, 7, 8]])
-    drafted = torch.tensor([[[0, 5, 6, 7]], [[0, 1, 1, 1]]])
-    _, by_rule = drafts.choose(blocks(drafted), noise, torch.tensor([True]))
-    drafts.learn(by_rule, Accepted(torch.tensor([1]), target, target[:, 0]))
-    # Only the first draft was judged; the others are coupled until more is known.
-    assert drafts.couples.tolist() == [False, True, True]
-
-
-def test_without_a_choice_a_block_is_taken_as_it_is() -> None:
-    """All greedy, or a proposer that ignores the noise."""
-    drafts = SampledDrafts(BLOCK, torch.device("cpu"))
+def test_drafts_of_sampled_requests_are_those_of_the_noise() -> None:
+    """A proposer that ignores the noise returns one block."""
     block = torch.ones(1, BLOCK, dtype=torch.int64)
-    for noise in (None, noise_of([1.0])):
-        assert drafts.choose(block, noise, torch.tensor([True])) == (block, None)
-
-
-def test_without_a_seed_drafts_are_drawn() -> None:
-    """Whatever has been the better rule; and a batch without any seed makes no choice at all."""
-    drafts = SampledDrafts(BLOCK, torch.device("cpu"))
-    drafts._hits[0] = 9
-    drafted, noise = torch.tensor([[[0, 1, 2, 3]] * 3, [[0, 4, 5, 6]] * 3]), noise_of([1.0] * 3)
-    seeded = torch.tensor([True, False, True])
-    block, by_rule = drafts.choose(blocks(drafted), noise, seeded)
-    assert block.tolist() == [[0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 2, 3]]
-    assert by_rule is not None and by_rule.is_chosen.tolist() == seeded.tolist()
+    assert sampled(block) is block
     # An odd number of tokens: the second half of them begins at no multiple of 16 bytes.
-    drafted = drafted[:, :, :3].contiguous()
-    block, by_rule = drafts.choose(blocks(drafted), noise, None)
-    assert block.equal(drafted[1]) and by_rule is None
+    drafted = torch.tensor([[[0, 1, 2]] * 3, [[0, 4, 5]] * 3])
+    block = sampled(blocks(drafted))
+    assert block.equal(drafted[1])
     # A kernel is compiled once more for such a pointer.
     assert drafted[1].data_ptr() % 16 and block.data_ptr() % 16 == 0
 

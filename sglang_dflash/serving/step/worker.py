@@ -18,9 +18,8 @@ from sglang_dflash.drafting.attention.table import PADDING_SLOT, RequestSlots
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.lookup import Lookup
-from sglang_dflash.drafting.noise import Proposal, likeliest
+from sglang_dflash.drafting.noise import Proposal, likeliest, proposal_of, sampled
 from sglang_dflash.drafting.pending_context import PendingContext
-from sglang_dflash.drafting.sampled_drafts import DraftsByRule, SampledDrafts, proposal_of
 from sglang_dflash.serving.hybrid.rollback import Rollback
 from sglang_dflash.serving.kv_transfer.host_tier import HostTier
 from sglang_dflash.serving.metrics.counts import RequestStep
@@ -85,7 +84,6 @@ class DFlashWorker:
     def __post_init__(self) -> None:
         self._offsets = torch.arange(self.verify_block, device=self.req_to_token.device)
         self._pending_context = PendingContext(self.drafter, self.most_waiting_steps)
-        self._sampled_drafts = SampledDrafts(self.verify_block, self.req_to_token.device)
 
     def forward_batch_generation(
         self,
@@ -146,14 +144,13 @@ class DFlashWorker:
         self._run_host_copies(step.slots.flatten())
         self.observer.before_step(batch, step)
         with self.figures.times.phase("propose"):
-            block, by_rule, proposal = self._propose(batch, step)
+            block, proposal = self._propose(batch, step)
             if self.lookup is not None:
                 self.lookup.write(step.rows[:, None], step.positions, block)
         with self.figures.times.phase("verify"), self.target_forward.at(step.width):
             result, accepted = self._verify(batch, step, block, proposal, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
-            self._sampled_drafts.learn(by_rule, accepted)
             if self.lookup is not None and step.width > 1:
                 self.lookup.learn(accepted)
         with self.figures.times.phase("commit"):
@@ -179,29 +176,24 @@ class DFlashWorker:
             slots = slots.masked_fill(positions >= ends[:, None], PADDING_SLOT)
         return Step(rows, seq_lens, positions, slots, single, ends)
 
-    def _propose(
-        self, batch: ScheduleBatch, step: Step
-    ) -> tuple[Tensor, DraftsByRule | None, Proposal | None]:
-        """Return the block int64 `[R, W]`, each request's bonus token and then drafts; the drafts
-        by rule from which these were chosen, None if there was no choice; and what they were drawn
-        from, None if they were not."""
+    def _propose(self, batch: ScheduleBatch, step: Step) -> tuple[Tensor, Proposal | None]:
+        """Return the block int64 `[R, W]`, each request's bonus token and then drafts, and what
+        these were drawn from; None if they were not."""
         bonus = batch.spec_info.bonus_tokens.long()
         if step.width == 1:
-            return bonus[:, None], None, None
+            return bonus[:, None], None
         if self._pending_context.absorb():
             self.widths.clock.restart_step()
         longest = int(host_lengths(batch).max())
         requests = RequestSlots(self.req_to_token, step.rows, step.seq_lens, longest)
         noise = sampling.block_noise(batch.sampling_info, step.seq_lens)
         drafted = self.drafter.propose(bonus, requests, noise, step.width)
-        seeded = None if noise is None else self._seeded(batch)
-        block, by_rule = self._sampled_drafts.choose(drafted, noise, seeded)
-        looks_up = None
+        block, looks_up = sampled(drafted), None
         if self.lookup is not None:
-            likeliest_drafts = likeliest(drafted)
-            block, looks_up = self.lookup.fill(block, likeliest_drafts, requests, step.width)
+            block, looks_up = self.lookup.fill(block, likeliest(drafted), requests, step.width)
         block = self.ranks.drafts(block[:, : step.width].contiguous())
-        return block, by_rule, proposal_of(block, drafted, noise, seeded, looks_up)
+        seeded = None if noise is None else self._seeded(batch)
+        return block, proposal_of(block, drafted, noise, seeded, looks_up)
 
     def _seeded(self, batch: ScheduleBatch) -> Tensor | None:
         """The requests whose tokens have to be those of their seed, bool `[R]`; None if none has

@@ -25,10 +25,10 @@ from sglang_dflash.drafting.noise import (
     Proposal,
     SampledBlocks,
     SampleFilters,
-    likeliest,
+    proposal_of,
+    sampled,
 )
 from sglang_dflash.drafting.options import Options, ResolvedOptions
-from sglang_dflash.drafting.sampled_drafts import DraftsByRule, SampledDrafts, proposal_of
 from sglang_dflash.drafting.target_samples import sample
 from sglang_dflash.tools.transformers_loop.checks import check_new_tokens, check_pair, prompt_ids
 from sglang_dflash.tools.transformers_loop.target_cache import TargetCache, capture_hidden
@@ -108,13 +108,11 @@ class Sampler:
         return sample(logits, noise, filters, proposal)
 
     def block(
-        self, drafts: SampledDrafts, drafted: Tensor | SampledBlocks, noise: BlockNoise | None
-    ) -> tuple[Tensor, DraftsByRule | None, Proposal | None]:
-        """The block to verify, what it was chosen from, and what it was drawn from, see
-        `SampledDrafts`."""
-        all_seeded = torch.ones_like(likeliest(drafted)[:, 0], dtype=torch.bool)
-        block, by_rule = drafts.choose(drafted, noise, None if self.draws else all_seeded)
-        return block, by_rule, proposal_of(block, drafted, noise, None) if self.draws else None
+        self, drafted: Tensor | SampledBlocks, noise: BlockNoise | None
+    ) -> tuple[Tensor, Proposal | None]:
+        """The block to verify, and what it was drawn from; None if it was not."""
+        block = sampled(drafted)
+        return block, proposal_of(block, drafted, noise, None) if self.draws else None
 
     def noise(self, length: Tensor) -> BlockNoise | None:
         """Return the noise, for the drafter, of a block whose bonus token is at `length` int64
@@ -174,7 +172,6 @@ def spec_generate(
     options: Options | None = None,
     stop_token_ids: tuple[int, ...] = (),
     choose: Sampler | None = None,
-    drafts: SampledDrafts | None = None,
     on_tokens: Callable[[list[int]], None] | None = None,
 ) -> Generation:
     """Generate after a prompt.
@@ -187,7 +184,6 @@ def spec_generate(
         options: block size and context window; the other options have no effect here.
         stop_token_ids: the generation ends after the first of these.
         choose: the target's sampler; None is greedy.
-        drafts: statistics of earlier generations, as in a server; None starts without any.
         on_tokens: called with the new tokens of every step.
 
     Raises:
@@ -205,17 +201,16 @@ def spec_generate(
     slots, row = positions[None].int(), positions[:1]
     drafter.absorb(start.target_hidden, positions[:prompt_length], positions[:prompt_length])
 
-    length, drafts = positions[prompt_length, None], drafts or SampledDrafts(verify_block, device)
+    length = positions[prompt_length, None]
     result, bonus = Generation(), choose(start.logits, length - 1)
     done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
     with capture_hidden(target, draft.config.target_layer_ids) as hidden, target_cache.recording():
         while not done:
             noise, at = choose.noise(length), positions[int(length) :][:verify_block]
             drafted = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)), noise)
-            block, by_rule, proposal = choose.block(drafts, drafted, noise)
+            block, proposal = choose.block(drafted, noise)
             out = target(input_ids=block, past_key_values=target_cache.cache, use_cache=True)
             accepted = accept(block, choose(out.logits[0], at, proposal)[None])
-            drafts.learn(by_rule, accepted)
             count = int(accepted.lengths)
             drafter.absorb(hidden()[:count], at[:count], at[:count])
             length, bonus = length + count, accepted.bonus

@@ -21,9 +21,16 @@ from sglang.srt.layers import sampler as sglangs
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted, accept
-from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise, SampledBlocks, gumbel
+from sglang_dflash.drafting.noise import (
+    COUPLED,
+    LIKELIEST,
+    BlockNoise,
+    SampledBlocks,
+    gumbel,
+    proposal_of,
+    sampled,
+)
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.sampled_drafts import SampledDrafts, proposal_of
 from sglang_dflash.drafting.target_samples import sample
 from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
 
@@ -43,7 +50,7 @@ def _sglang_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def sampled(log_p: Tensor, noise: BlockNoise) -> Tensor:
+def sampled_from(log_p: Tensor, noise: BlockNoise) -> Tensor:
     """The target's token `[R, B]` at every position, by SGLang's sampler."""
     positions = noise.seq_lens[:, None] + torch.arange(log_p.shape[1])
     seeds = noise.seeds[:, None].expand_as(positions).flatten()
@@ -52,7 +59,7 @@ def sampled(log_p: Tensor, noise: BlockNoise) -> Tensor:
 
 
 def as_served(block: Tensor, log_p: Tensor, noise: BlockNoise) -> Accepted:
-    return accept(block, sampled(log_p, noise))
+    return accept(block, sampled_from(log_p, noise))
 
 
 def by_ratio(block: Tensor, log_p: Tensor, noise: BlockNoise) -> Accepted:
@@ -63,7 +70,7 @@ def by_ratio(block: Tensor, log_p: Tensor, noise: BlockNoise) -> Accepted:
     ratio = (p[:, :-1].gather(2, drafts) / q.gather(2, drafts))[..., 0]
     keeps = (torch.rand(ratio.shape) < ratio).long().cumprod(1)
     residual = torch.cat(((p[:, :-1] - q).clamp_min(0).log(), log_p[:, -1:]), 1)
-    last = sampled(residual, noise)
+    last = sampled_from(residual, noise)
     tokens = torch.cat((block[:, 1:], last[:, -1:]), 1)
     lengths = keeps.sum(1) + 1
     tokens = tokens.scatter(1, lengths[:, None] - 1, last.gather(1, lengths[:, None] - 1))
@@ -84,7 +91,6 @@ class Drawing(NamedTuple):
 
 def as_drawn(drawing: Drawing) -> Rule:
     """The rule of a server for requests without a seed. It makes its own blocks."""
-    learned = SampledDrafts(BLOCK, torch.device("cpu"))
     seeded = torch.arange(ANSWERS) % drawing.seeded == 0 if drawing.seeded else None
 
     def rule(block: Tensor, _log_p: Tensor, noise: BlockNoise) -> Accepted:
@@ -95,17 +101,14 @@ def as_drawn(drawing: Drawing) -> Rule:
         assert scores is not None
         tokens = torch.cat((block[:, :1].expand(2, -1, -1), tokens), -1)
         drafted = SampledBlocks(tokens, ids, scores)
-        chosen, by_rule = learned.choose(drafted, noise, seeded)
-        looks_up = None
+        chosen, looks_up = sampled(drafted), None
         if drawing.looks_up is not None:
             looks_up = tokens[drawing.looks_up, :, 1] == 3
             chosen = torch.where(looks_up[:, None], 3, chosen)
             chosen[:, 0] = block[:, 0]
         proposal = proposal_of(chosen, drafted, noise, seeded, looks_up)
         drawn = sample(TARGET[chosen].flatten(0, 1), noise, None, proposal)
-        accepted = accept(chosen, drawn.view(chosen.shape))
-        learned.learn(by_rule, accepted)
-        return accepted
+        return accept(chosen, drawn.view(chosen.shape))
 
     return rule
 
@@ -115,21 +118,15 @@ def answers(rule: Rule) -> tuple[Tensor, float]:
     requests' drafts that were accepted."""
     seeds, texts = torch.arange(ANSWERS), torch.zeros(ANSWERS, TOKENS + BLOCK, dtype=torch.long)
     have, bonus = torch.zeros_like(seeds), torch.zeros_like(seeds)
-    drafts, kept, steps = SampledDrafts(BLOCK, torch.device("cpu")), 0, 0
+    kept = steps = 0
     while (have < TOKENS).any():
         noise = BlockNoise(seeds, torch.ones(ANSWERS), START + have)
         logits = DRAFT[bonus]
-        guesses = torch.stack((logits.argmax(-1), noise.scores(logits, IDS).argmax(-1)))
-        by_rule = torch.cat((bonus.expand(2, -1)[..., None], guesses), -1)
-        drafted = SampledBlocks(by_rule, guesses[COUPLED, ..., None], torch.zeros(ANSWERS, 1, 1))
-        block, learned = drafts.choose(drafted, noise, torch.ones_like(seeds, dtype=torch.bool))
-        if rule is by_ratio:
-            block = by_rule[COUPLED]
+        block = torch.cat((bonus[:, None], noise.scores(logits, IDS).argmax(-1)), 1)
         accepted = rule(block, TARGET[block], noise)
         # A text that is long enough writes over what is not looked at.
         places = have.clamp_max(TOKENS)[:, None] + torch.arange(BLOCK)
         texts.scatter_(1, places, accepted.tokens)
-        drafts.learn(learned, accepted)
         kept, steps = kept + int((accepted.lengths - 1).sum()), steps + 1
         have, bonus = have + accepted.lengths, accepted.bonus
     return texts[:, :TOKENS], kept / (steps * ANSWERS * (BLOCK - 1))
