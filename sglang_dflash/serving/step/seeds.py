@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
+
+# The attribute of SGLang's request that keeps a seed which was drawn for it.
+_DRAWN_SEED = "sglang_dflash_seed"
 
 
 class Seeds:
@@ -28,6 +32,7 @@ class Seeds:
     def __init__(self, rows: int, secret: int, device: torch.device) -> None:
         """`rows`: of SGLang's request-to-token table."""
         self.secret = secret
+        self._drawn_seeds = count()
         self._by_row = torch.zeros(rows, dtype=torch.int64, device=device)
 
     @contextmanager
@@ -58,15 +63,20 @@ class Seeds:
         return to_device(torch.tensor(flags), batch.seq_lens.device) if any(flags) else None
 
     def of(self, request: Any) -> int:
-        """A request's seed. A retracted request keeps it: it depends on the request's id only.
+        """A request's seed. A retracted request keeps it. One that is sent again with the same id
+        has another: its answer is drawn afresh.
 
         Of several answers to one prompt (`n`) each has its own, whatever the request asks for:
         they would all be the same.
         """
         if _asks_for_seed(request):
             return request.sampling_params.sampling_seed
-        drawn = hashlib.blake2b(f"{self.secret}/{request.rid}".encode(), digest_size=8).digest()
-        return int.from_bytes(drawn, "little", signed=True)
+        if not hasattr(request, _DRAWN_SEED):
+            # All ranks see requests in the same order; the id tells replicas apart.
+            key = f"{self.secret}/{next(self._drawn_seeds)}/{request.rid}".encode()
+            seed = hashlib.blake2b(key, digest_size=8).digest()
+            setattr(request, _DRAWN_SEED, int.from_bytes(seed, "little", signed=True))
+        return getattr(request, _DRAWN_SEED)
 
 
 def _asks_for_seed(request: Any) -> bool:

@@ -27,12 +27,23 @@ def test_a_request_has_its_own_seed_or_a_drawn_one() -> None:
     seeds, other_server = Seeds(4, 1234, DEVICE), Seeds(4, 1235, DEVICE)
     assert seeds.of(request("a", -5)) == other_server.of(request("b", -5)) == -5
     # Two requests without a seed differ; one that is retracted keeps its own.
-    drawn = [seeds.of(request(rid)) for rid in "abca"]
+    requests = [request(rid) for rid in "abc"]
+    drawn = [seeds.of(one) for one in (*requests, requests[0])]
     assert len(set(drawn)) == 3 and drawn[0] == drawn[3]
     assert all(-(2**63) <= seed < 2**63 for seed in drawn)
     assert other_server.of(request("a")) != drawn[0]
     # All answers to one prompt would be the same.
-    assert seeds.of(request("a", 7, n=3)) == drawn[0]
+    assert seeds.of(request("d", 7, n=3)) != 7
+
+
+def test_a_request_that_is_sent_again_is_drawn_afresh() -> None:
+    """Also with the id that its client gave it. All ranks see requests in the same order, and a
+    replica with the same random seed draws others."""
+    ranks = Seeds(4, 1234, DEVICE), Seeds(4, 1234, DEVICE)
+    first, again = ([rank.of(request("a")) for rank in ranks] for _ in range(2))
+    assert first[0] == first[1] != again[0] == again[1]
+    replica = Seeds(4, 1234, DEVICE)
+    assert replica.of(request("b")) != first[0]
 
 
 def sampled(mode: str, rows: list[int], requests: list[Any], **info: Any) -> Any:
