@@ -47,6 +47,7 @@ from experiments.runner import NoOptions as Options
 from sglang_dflash.checkpoint.draft_config import LayerAttention, Reach
 from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.checkpoint.target_config import TargetGeometry
+from sglang_dflash.drafting.attention.capabilities import Splits
 from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs
 
 REGISTERS = Path(__file__).parents[1] / "tests/kernels/registers.json"
@@ -129,7 +130,8 @@ def _block_attention(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     """Return the traffic of the splits and of their merge."""
     q, _, _, old, _, entries = args[:6]
     kv_heads, limit, sinks = old.shape[1], args[-1], kwargs["SINKS"]
-    reach, splits = Reach(limit - sinks, sinks), args[9].shape[2] if kwargs["IS_SPLIT"] else 1
+    reach, each = Reach(limit - sinks, sinks), args[-2]
+    splits = Splits(each, args[9].shape[2] if kwargs["IS_SPLIT"] else 1)
     return block_attention.traffic(
         tuple(q.shape), kv_heads, entries.shape[1], scene.lengths,
         LayerAttention(kwargs["WINDOW"] or None, kwargs["CAUSAL"], reach),

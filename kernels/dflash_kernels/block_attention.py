@@ -17,25 +17,28 @@ from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
 from sglang_dflash.checkpoint.draft_config import LayerAttention
-from sglang_dflash.drafting.attention.capabilities import TRITON_HEAD_DIMS
+from sglang_dflash.drafting.attention.capabilities import LONGEST_SPLIT, TRITON_HEAD_DIMS, Splits
 
 # Fewer tiles than these are not split further: a split costs its output twice, written and read.
 MIN_TILES = tl.constexpr(4)
 MERGE_ROWS = 8
+LONGEST = tl.constexpr(LONGEST_SPLIT)
 LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _span(i_len, LIMIT, SPLITS, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+def _span(i_len, LIMIT, EACH, WINDOW: tl.constexpr, SINKS: tl.constexpr,
           BLOCK_N: tl.constexpr):  # fmt: skip
-    """First column in sight, the column after the last one, and columns per split."""
+    """First column in sight, the column after the last one, and columns per split, see `Splits`."""
     i_used = tl.minimum(i_len, LIMIT)
     i_first = i_used * 0
     # With no sink in sight, the layer's window is a suffix of the columns.
     if WINDOW > 0 and i_len - SINKS + 1 >= WINDOW:
         i_first = tl.maximum(i_used - WINDOW + 1, SINKS)
-    i_tiles = tl.cdiv(tl.maximum(i_used - i_first, 0), BLOCK_N)
-    return i_first, i_used, tl.maximum(tl.cdiv(i_tiles, SPLITS), MIN_TILES) * BLOCK_N
+    i_seen = tl.maximum(i_used - i_first, 0)
+    i_splits = tl.maximum(tl.cdiv(i_seen, LONGEST), EACH)
+    i_share = tl.maximum(tl.cdiv(tl.cdiv(i_seen, BLOCK_N), i_splits), MIN_TILES)
+    return i_first, i_used, i_share * BLOCK_N
 
 
 @triton.jit
@@ -65,11 +68,11 @@ def _inside(m_seen, o_behind, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 
 # Batches and contexts of any size share a compilation.
-@triton.jit(do_not_specialize=["s_entries_r", "LIMIT"])
+@triton.jit(do_not_specialize=["s_entries_r", "EACH", "LIMIT"])
 def block_attention_kernel(
     p_q, p_k, p_v, p_old_k, p_old_v, p_entries, p_seq_lens, p_out, p_partial, p_lse,
     s_q_r, s_q_b, s_q_h, s_k_r, s_k_b, s_k_h, s_v_r, s_v_b, s_v_h,
-    s_old_s, s_old_h, s_entries_r, s_out_r, s_out_b, s_out_h, SCALE, LIMIT,
+    s_old_s, s_old_h, s_entries_r, s_out_r, s_out_b, s_out_h, SCALE, EACH, LIMIT,
     B: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, IS_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -80,7 +83,7 @@ def block_attention_kernel(
     i_g, i_m = tl.program_id(1).to(tl.int64) // M_TILES, tl.program_id(1) % M_TILES
     n_splits = tl.num_programs(2)
     i_len = tl.load(p_seq_lens + i_r).to(tl.int32)
-    i_first, i_used, i_share = _span(i_len, LIMIT, n_splits, WINDOW, SINKS, BLOCK_N)
+    i_first, i_used, i_share = _span(i_len, LIMIT, EACH, WINDOW, SINKS, BLOCK_N)
     i_begin = i_first + i_p * i_share
     if i_p > 0 and i_begin >= i_used:
         return
@@ -128,9 +131,9 @@ def block_attention_kernel(
         tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None])
 
 
-@triton.jit(do_not_specialize=["LIMIT", "SPLITS"])
+@triton.jit(do_not_specialize=["LIMIT", "SPLITS", "EACH"])
 def merge_kernel(
-    p_out, p_partial, p_lse, p_seq_lens, s_out_r, s_out_b, s_out_h, LIMIT, SPLITS,
+    p_out, p_partial, p_lse, p_seq_lens, s_out_r, s_out_b, s_out_h, LIMIT, SPLITS, EACH,
     B: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +142,7 @@ def merge_kernel(
     o_m, o_d = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D)
     m_m = o_m < B * GROUPS
     i_len = tl.load(p_seq_lens + i_r).to(tl.int32)
-    i_first, i_used, i_share = _span(i_len, LIMIT, SPLITS, WINDOW, SINKS, BLOCK_N)
+    i_first, i_used, i_share = _span(i_len, LIMIT, EACH, WINDOW, SINKS, BLOCK_N)
     o_row = (i_r * tl.num_programs(1) + i_g) * SPLITS * (B * GROUPS) + o_m
     # Split 0 has seen the block, so its sum is finite.
     b_max = tl.load(p_lse + o_row, mask=m_m, other=0.0)
@@ -223,6 +226,7 @@ def block_attention(
     seq_lens: Tensor,
     layer: LayerAttention,
     workspace: Workspace | None,
+    each: int = 1,
 ) -> None:
     """softmax(q k^T / sqrt(D)) v over the live context and the block: one launch, and one more to
     merge if there is a workspace.
@@ -237,7 +241,8 @@ def block_attention(
         seq_lens: int `[R]`, committed tokens: the position of the block's first token. 0 leaves
             the block only.
         layer: what the layer sees; its reach is that of `context_table`.
-        workspace: for P splits; None for one.
+        workspace: for P splits at most; None for one.
+        each: splits of a short context, see `Splits`.
 
     Raises:
         ValueError: the head dim is not served, or a tensor has another layout.
@@ -257,13 +262,13 @@ def block_attention(
         q, k, v, old[:, 0], old[:, 1], entries, seq_lens, out, partial, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         old.stride(0), old.stride(2), entries.stride(0), *out.stride()[:3],
-        LOG2_E * head_dim**-0.5, limit,
+        LOG2_E * head_dim**-0.5, each, limit,
         CAUSAL=layer.causal, IS_SPLIT=splits > 1, BLOCK_M=tile.rows, BLOCK_B=tile.block, **shape,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(requests, k.shape[2], triton.cdiv(block * groups, MERGE_ROWS))](
-            out, partial, lse, seq_lens, *out.stride()[:3], limit, splits,
+            out, partial, lse, seq_lens, *out.stride()[:3], limit, splits, each,
             BLOCK_M=MERGE_ROWS, **shape, num_warps=2,
         )  # fmt: skip
 
@@ -285,7 +290,7 @@ def traffic(
     columns: int,
     seq_lens: Sequence[int],
     layer: LayerAttention,
-    splits: int,
+    splits: Splits,
     itemsize: int,
     cache_itemsize: int,
     dead: int = 0,
@@ -295,7 +300,7 @@ def traffic(
     Args:
         q_shape: `(R, B, H, D)`.
         columns: C.
-        splits: P.
+        splits: P at most.
         itemsize: bytes of an element of q, k, v and out.
         cache_itemsize: bytes of an element of the cache.
         dead: columns in the layer's sight whose entry is dead, over all requests.
@@ -311,17 +316,18 @@ def traffic(
         if layer.sliding_window and length - sinks + 1 >= layer.sliding_window:
             first = max(used - layer.sliding_window + 1, sinks)
         visible = max(used - first, 0)
-        share = max(triton.cdiv(triton.cdiv(visible, tile.columns), splits), MIN_TILES.value)
+        parts = max(splits.each, triton.cdiv(visible, LONGEST_SPLIT))
+        share = max(triton.cdiv(triton.cdiv(visible, tile.columns), parts), MIN_TILES.value)
         programs += max(1, triton.cdiv(visible, share * tile.columns))
         in_sight += visible
     # Every tile of query rows reads the keys and values.
     read_bytes = requests * block * 2 * kv_heads * head_dim * itemsize
     read_bytes += in_sight * kv_heads * 4
     read_bytes += (in_sight - dead) * 2 * kv_heads * head_dim * cache_itemsize
-    read_bytes = (read_bytes + requests * splits * kv_heads * 8) * row_tiles
+    read_bytes = (read_bytes + requests * splits.most * kv_heads * 8) * row_tiles
     read_bytes += programs * rows * head_dim * itemsize
     written_bytes = requests * rows * head_dim * itemsize
-    if splits > 1:
+    if splits.most > 1:
         merges = triton.cdiv(block * groups, MERGE_ROWS)
         between = programs * rows * (head_dim + 1) * 4
         read_bytes += requests * kv_heads * merges * 8 + between

@@ -35,9 +35,9 @@ class TritonAttention:
         entries, seq_lens = self._table
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         splits = choose_splits(len(q), k.shape[2], entries.shape[1], self._processors)
-        space = self._workspace(len(q), k.shape[2], splits)
+        space, kv = self._workspace(len(q), k.shape[2], splits.most), self._kv[:, layer]
         block_attention(
-            out, q, k, v, self._kv[:, layer], entries, seq_lens, self._layers[layer], space
+            out, q, k, v, kv, entries, seq_lens, self._layers[layer], space, splits.each
         )
         return out
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton.language as tl
 from dflash_kernels import block_attention
 from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import WHOLE_CONTEXT, LayerAttention, Reach
+from sglang_dflash.drafting.attention.capabilities import Splits
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.attention.visibility import context_positions
@@ -82,18 +84,21 @@ def reference(given: Given, layer: LayerAttention) -> Tensor:
     return attention.attend(0, q, k, v)
 
 
-def check(given: Given, layer: LayerAttention, reach: Reach, splits: int) -> None:
+def check(
+    given: Given, layer: LayerAttention, reach: Reach, splits: int, each: int | None = None
+) -> block_attention.Workspace | None:
     q, k = given[:2]
     canaries = Canaries()
     got = canaries.around(torch.full_like(q, 9.0).contiguous())
     space = workspace(q, k.shape[2], splits)
-    block_attention.block_attention(got, *given, replace(layer, reach=reach), space)
+    block_attention.block_attention(got, *given, replace(layer, reach=reach), space, each or splits)
     expected = reference(given, replace(layer, reach=reach))
     tolerance = TOLERANCE[q.dtype]
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
     assert canaries.are_alive()
     if space is not None:
         assert space.partial[len(q) :].isnan().all()
+    return space
 
 
 @pytest.mark.parametrize(
@@ -104,6 +109,15 @@ def check(given: Given, layer: LayerAttention, reach: Reach, splits: int) -> Non
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_the_kernel_is_its_twin(layer: LayerAttention, reach: Reach, splits: int) -> None:
     check(inputs(RAGGED, reach=reach), layer, reach, splits)
+
+
+def test_no_program_reads_more_than_the_longest_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short requests beside a long one are not split."""
+    monkeypatch.setattr(block_attention, "LONGEST", tl.constexpr(100))
+    space = check(inputs([290, 9, 90], reach=Reach()), FULL, Reach(), splits=3, each=1)
+    assert space is not None
+    written = ~space.lse[:3].isnan().any(3)
+    assert written.sum(2).tolist() == [[count] * written.shape[1] for count in (3, 1, 1)]
 
 
 EDGES = [(LayerAttention(8, True), Reach()), (LayerAttention(8, True), Reach(4, 2))]
@@ -204,7 +218,7 @@ def test_traffic(layer: LayerAttention, reach: Reach, splits: int) -> None:
     q, entries = given[0], given[4]
     out, space = torch.empty(q.shape, dtype=q.dtype), workspace(q, 1, splits)
     with counted_bytes() as count:
-        block_attention.block_attention(out, *given, replace(layer, reach=reach), space)
+        block_attention.block_attention(out, *given, replace(layer, reach=reach), space, splits)
     dead = 0
     for row, length in enumerate(lengths):
         used = min(700, reach.tokens_read(length))
@@ -214,8 +228,9 @@ def test_traffic(layer: LayerAttention, reach: Reach, splits: int) -> None:
             first = max(used - layer.sliding_window + 1, reach.sinks)
         dead += int((entries[row, first:used] < 0).sum())
     assert count.traffic == block_attention.traffic(
-        tuple(q.shape), 1, 700, lengths, replace(layer, reach=reach), splits, 2, 1, dead
-    )
+        tuple(q.shape), 1, 700, lengths, replace(layer, reach=reach), Splits(splits, splits), 2, 1,
+        dead,
+    )  # fmt: skip
 
 
 @needs_interpreter

@@ -10,7 +10,7 @@ from dflash_kernels.draft_attention import TritonAttention
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig, Reach
 from sglang_dflash.drafting.attention.backend import AttentionSizes
-from sglang_dflash.drafting.attention.capabilities import split_shape
+from sglang_dflash.drafting.attention.capabilities import choose_splits, split_shape
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.attention.visibility import context_positions
@@ -23,6 +23,13 @@ LAYERS = {
     "sliding_window": 9,
 }
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 16, 3
+
+
+def test_long_contexts_are_split_in_large_batches_too() -> None:
+    """Beside short ones, which are not."""
+    assert choose_splits(64, 8, 262_144, processors=132) == (1, 8)
+    assert choose_splits(64, 8, 32_768, processors=132) == (1, 1)
+    assert choose_splits(1, 8, 262_144, processors=132) == (17, 17)
 
 
 @pytest.mark.parametrize("reach", [Reach(), Reach(12, 2)], ids=["whole", "window"])

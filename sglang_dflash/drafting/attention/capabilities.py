@@ -15,6 +15,8 @@ from sglang_dflash.common.errors import ConfigError
 
 # Memory that a layer's attention takes in torch beside its inputs and output.
 CHUNK_BYTES = 1 << 26
+# Columns that a program of the Triton kernel reads, at most.
+LONGEST_SPLIT = 1 << 15
 
 
 class AttentionLoad(NamedTuple):
@@ -49,11 +51,24 @@ def chunk_bytes(load: AttentionLoad) -> int:
     return min(CHUNK_BYTES, load.requests * (load.columns + load.draft_block) * each)
 
 
-def choose_splits(requests: int, kv_heads: int, columns: int, processors: int) -> int:
-    """Splits of a request's context that give every multiprocessor a program of the Triton kernel,
-    if the columns suffice. No requests count as one."""
+class Splits(NamedTuple):
+    """Programs of the Triton kernel that share a request's context.
+
+    Attributes:
+        each: of every request, however short.
+        most: of the longest one: no program reads more than `LONGEST_SPLIT` columns.
+    """
+
+    each: int
+    most: int
+
+
+def choose_splits(requests: int, kv_heads: int, columns: int, processors: int) -> Splits:
+    """Splits that give every multiprocessor a program, if the columns suffice, and let no short
+    request wait long for a long one. No requests count as one."""
     most, wanted = -(-columns // 256), -(-processors // (max(requests, 1) * kv_heads))
-    return max(1, min(most, wanted))
+    each = max(1, min(most, wanted))
+    return Splits(each, max(each, -(-columns // LONGEST_SPLIT)))
 
 
 def split_shape(load: AttentionLoad) -> tuple[int, int, int]:
@@ -61,9 +76,12 @@ def split_shape(load: AttentionLoad) -> tuple[int, int, int]:
     most."""
     programs = max(
         (
-            requests * load.kv_heads * splits
+            requests * load.kv_heads * splits.most
             for requests in range(1, load.requests + 1)
-            if (splits := choose_splits(requests, load.kv_heads, load.columns, load.processors)) > 1
+            if (
+                splits := choose_splits(requests, load.kv_heads, load.columns, load.processors)
+            ).most
+            > 1
         ),
         default=0,
     )
