@@ -27,6 +27,7 @@ from dflash_kernels import (
     convolve,
     draft_source,
     gated_delta_fold,
+    penalize,
     place,
     prepare_block,
     qk_norm_rope,
@@ -141,12 +142,9 @@ def _block_attention(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
 
 def _add_rms_norm(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     _, x, residual, bias = args[:4]
+    summands = {"residual": residual is not None, "bias": bias is not None}
     return add_rms_norm.traffic(
-        *x.shape,
-        x.element_size(),
-        residual=residual is not None,
-        bias=bias is not None,
-        store_sum=kwargs["STORE_SUM"],
+        *x.shape, x.element_size(), **summands, store_sum=kwargs["STORE_SUM"]
     )
 
 
@@ -190,14 +188,12 @@ def _convolve(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
 
 def _largest_of_chunks(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     sums, logits = args[2:4]
-    count, width = logits.shape
-    return candidates.chunk_traffic(count, width, logits.element_size(), sums is not None)
+    return candidates.chunk_traffic(*logits.shape, logits.element_size(), sums is not None)
 
 
 def _candidates(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     logits = args[3]
-    count, width = logits.shape
-    return candidates.traffic(count, width, kwargs["K"], logits.element_size())
+    return candidates.traffic(*logits.shape, kwargs["K"], logits.element_size())
 
 
 def _walk(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
@@ -213,6 +209,13 @@ def _take_match(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     return text_match.take_traffic(requests, max(scene.lengths), count, in_text=requests * count)
 
 
+def _penalize(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
+    """Return the traffic if every request has all kinds of penalties that the batch has."""
+    logits, block, kinds = args[0], args[1], [args[i] for i in (4, 7, 10, 14)]
+    shape = *block.shape, logits.shape[1]
+    return penalize.traffic(shape, logits.element_size(), kinds, [sum(kinds)] * len(block))
+
+
 COUNTED_BEFORE = ("merge_kernel", "merge_samples_kernel", "sample_others_kernel",
                   "rank_entries_kernel", "place_kernel")  # fmt: skip
 KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
@@ -221,14 +224,13 @@ KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
     "add_rms_norm_kernel": _add_rms_norm,
     "qk_norm_rope_kernel": _qk_norm_rope,
     "write_context_kernel": _write_context,
-    "silu_mul_kernel": lambda _, args, __: silu_mul.traffic(
-        len(args[0]), args[0].shape[1], args[0].element_size()
-    ),
+    "silu_mul_kernel": lambda _, args, __: silu_mul.traffic(*args[0].shape, args[0].element_size()),
     "convolve_kernel": _convolve,
     "largest_of_chunks_kernel": _largest_of_chunks,
     "candidates_kernel": _candidates,
     "sample_candidates_kernel": lambda _, args, __: sample_filtered.traffic(args[1], args[19]),
     "walk_kernel": _walk,
+    "penalize_kernel": _penalize,
     # Both launches.
     "sample_whole_kernel": lambda _, args, __: sample_whole.traffic(
         args[2].shape[0], args[2].shape[1], args[2].element_size()
@@ -256,6 +258,7 @@ READS_LOGITS = {
     "largest_of_chunks_kernel": ("largest_of_chunks sums={HAS_SUMS}", 3),
     "candidates_kernel": ("candidates 262144 k{K}", 3),
     "sample_whole_kernel": ("sample_whole drawn=False", 2),
+    "penalize_kernel": ("penalize", 0),
 }
 
 
@@ -323,14 +326,10 @@ def run(options: Options) -> dict[str, Any]:
         with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
             phases = count_replay(geometry, requests)
         rows += [
-            {
-                "requests": requests,
-                "phase": name,
-                "launches": len(launches),
-                "bytes": bytes_of(launches),
-            }
+            {"requests": requests, "phase": name, "launches": len(launches),
+             "bytes": bytes_of(launches)}
             for name, launches in phases.items()
-        ]
+        ]  # fmt: skip
     return {"target": TARGET, "recurrent_layers": geometry.recurrent_layers, "rows": rows}
 
 

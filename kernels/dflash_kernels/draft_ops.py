@@ -13,6 +13,7 @@ from dflash_kernels.candidates import candidates
 from dflash_kernels.context_table import context_table
 from dflash_kernels.convolve import convolve
 from dflash_kernels.draft_source import choose_source, learn_source
+from dflash_kernels.penalize import penalize
 from dflash_kernels.place import place_in_ring
 from dflash_kernels.prepare_block import prepare_block
 from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
@@ -50,6 +51,7 @@ class TritonOps(TorchOps):
     choose_source = staticmethod(choose_source)
     learn_source = staticmethod(learn_source)
     place_in_ring = staticmethod(place_in_ring)
+    penalize = staticmethod(penalize)
 
     def context_table(
         self, requests: RequestSlots, reach: Reach, tags: Tags | None

@@ -22,6 +22,7 @@ from sglang_dflash.drafting.draft_source import choose_source, learn_source
 from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.kv.place import place_in_ring
 from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.penalties import penalize
 from sglang_dflash.drafting.rope import Rotary, rotate
 from sglang_dflash.drafting.target_samples import sample
 from sglang_dflash.drafting.text_match import find_match
@@ -42,6 +43,7 @@ class TorchOps:
     choose_source = staticmethod(choose_source)
     learn_source = staticmethod(learn_source)
     place_in_ring = staticmethod(place_in_ring)
+    penalize = staticmethod(penalize)
     sample = staticmethod(sample)
 
     def context_table(

@@ -21,16 +21,11 @@ from sglang_dflash.drafting.draft_source import CLASSES, DraftsBySource, DraftSo
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import (
-    REDRAWING,
-    BlockNoise,
-    Proposal,
-    SampleFilters,
-)
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.random_inputs import Case, Cases, RandomInputs
+from sglang_dflash.drafting.random_inputs import Cases, RandomInputs
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
+from sglang_dflash.drafting.target_cases import penalties, samples
 from sglang_dflash.drafting.text_match import LONGEST_MATCH, SHORTEST_MATCH
 
 # Largest difference, as a share of the largest value of the torch result.
@@ -213,55 +208,11 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         "prepare_block": lambda ops: ops.prepare_block(
             bonus, seq_lens, block, config.mask_token_id
         ),
-        "sample": _samples(draw, seq_lens),
+        "penalize": penalties(draw, seq_lens),
+        "sample": samples(draw, seq_lens),
         "accept": lambda ops: ops.accept(drafts, target),
     }
     return cases
-
-
-def _samples(draw: RandomInputs, seq_lens: Tensor) -> Case:
-    """Samples of a greedy request, of one whose draft is accepted, and of one whose draft is
-    rejected; without a proposal, too. Few tokens are kept, many, and all."""
-    logits = draw.floats(REQUESTS * 2, 4096)
-    logits[:, 0] = -100
-    temperatures = torch.tensor([0.0, 0.7, 1.0], device=draw.device)
-    noise = BlockNoise(draw.ints(0, 2**62, REQUESTS), temperatures, seq_lens)
-    candidates = torch.stack((logits[::2].argmax(-1), torch.zeros_like(seq_lens)), 1)
-    # The likeliest token is likelier than its draft has it, and the other one impossible.
-    scores = torch.tensor([-9.0, 0.0], device=draw.device).expand(REQUESTS, 1, 2).contiguous()
-    drafts = candidates[torch.arange(REQUESTS), torch.tensor([0, 0, 1])]
-    block, ids = torch.stack((drafts, drafts), 1), torch.arange(4096, device=draw.device)
-    drawn = Proposal(block, temperatures > 0, candidates[:, None], scores)
-
-    def scores_of_samples(
-        ops: TorchOps, filters: SampleFilters | None, proposal: Proposal | None
-    ) -> Tensor:
-        # A wrong kernel may return any number.
-        tokens = ops.sample(logits, noise, filters, proposal).clamp(0, 4095).view(REQUESTS, 2, 1)
-        of_noise = [
-            noise._replace(seeds=noise.seeds ^ other).scores(logits.view(REQUESTS, 2, -1), ids)
-            for other in (0, REDRAWING)
-        ]
-        samples, redrawn = (scores.gather(2, tokens)[..., 0] for scores in of_noise)
-        if proposal is not None:
-            samples[1, 0] = (tokens[1, 0, 0] == drafts[1]).float()
-            samples[2, 0] = redrawn[2, 0]
-        return samples
-
-    def run(ops: TorchOps) -> Sequence[Tensor]:
-        top_ps, min_ps = (torch.full_like(temperatures, share) for share in (0.9, 0.01))
-        kinds: list[SampleFilters | None] = [None]
-        for top_k in (20, 4096):
-            top_ks = torch.where(temperatures > 0, top_k, 1).int()
-            kinds.append(SampleFilters(top_ks, top_ps, min_ps))
-        return [
-            scores_of_samples(ops, filters, proposal)
-            for filters in kinds
-            # With many tokens kept, how the draft was made does not matter.
-            for proposal in ((None,) if filters is kinds[2] else (None, drawn))
-        ]
-
-    return run
 
 
 def _places(in_use: Tensor, ops: TorchOps) -> Sequence[Tensor]:

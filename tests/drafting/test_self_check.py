@@ -34,8 +34,8 @@ from tests.drafting.test_recording import DFLASH2, MIXED, drafter_of, table
 from tests.recording import OpRecorder
 
 OPS = ["add_rms_norm", "qk_norm_rope", "silu_mul", "write_context", "context_table",
-       "place_in_ring", "prepare_block", "sample", "accept", "find_match", "choose_source",
-       "learn_source", "convolve", "candidates", "walk"]  # fmt: skip
+       "place_in_ring", "prepare_block", "penalize", "sample", "accept", "find_match",
+       "choose_source", "learn_source", "convolve", "candidates", "walk"]  # fmt: skip
 BLOCK = 4
 
 
@@ -52,8 +52,8 @@ class Other:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             out = right(*args, **kwargs)
-            if name == "write_context":
-                args[0][7] += self._change
+            if name in ("write_context", "penalize"):
+                args[0][-2] += self._change
                 return out
             if name == "learn_source":
                 args[0].totals += self._change

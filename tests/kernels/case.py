@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Pointers that are neither to floats nor to int64.
-INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner", "p_texts"}
+INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner", "p_texts", "p_least", "p_outputs"}
 BOOL = {"p_in_use", "p_taken", "p_looks_up", "p_is_drawn", "p_live"}
 INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_before",
          "p_after", "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_seeds", "p_tokens",
@@ -15,7 +15,9 @@ INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "
          "p_class_of_length", "p_counts", "p_candidates", "p_likeliest"}  # fmt: skip
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
 FLOAT32 = {"p_best", "p_temperatures", "p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log",
-           "p_totals", "p_maxima", "p_sums", "p_top_ps", "p_min_ps", "p_scores"}  # fmt: skip
+           "p_totals", "p_maxima", "p_sums", "p_top_ps", "p_min_ps", "p_scores", "p_counted",
+           "p_frequency", "p_present", "p_presence", "p_factors", "p_repetition",
+           "p_stops"}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,6 @@ from dflash_kernels import (
     place,
     prepare_block,
     qk_norm_rope,
-    sample_filtered,
-    sample_whole,
     silu_mul,
     text_match,
     walk,
@@ -50,6 +48,7 @@ from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.drafting.draft_source import CLASSES, DECAY, PRIOR_STEPS
 from tests.kernels.case import BYTES, Case, pointer
 from tests.kernels.instructions import WARP, dump, executed
+from tests.kernels.target_cases import target_cases
 
 CAPABILITIES = (80, 90, 100, 120)
 TABLE = Path(__file__).with_name("registers.json")
@@ -57,7 +56,6 @@ TABLE = Path(__file__).with_name("registers.json")
 GATED_DELTA = {"H": 16, "HV": 48, "K": 128, "V": 128, "W": 4, "BLOCK_K": 128, "HAS_BIAS": False,
                "p_bias": None}  # fmt: skip
 NOISE = "p_seeds", "p_temperatures", "p_seq_lens", "p_scores"
-PROPOSAL = "p_block", "p_is_drawn", "p_candidates", "p_scores"
 NO_CHECKPOINTS = {"p_checkpoints": None, "p_steps": None}
 
 
@@ -187,27 +185,6 @@ def source_cases(block: int) -> list[Case]:
     ]
 
 
-def filter_cases(width: int) -> list[Case]:
-    """Return the kernels that sample with filters from logits of that width."""
-    k, filtered = MOST_CANDIDATES, []
-    parts_size = {"BLOCK_PARTS": triton.next_power_of_2(candidates.part_count(width))}
-    types = {"p_out": "*i64", "p_values": "*fp32", "p_logits": "*fp32", "p_top_ks": "*i32"}
-    no_proposal = {"HAS_PROPOSAL": False, **dict.fromkeys(PROPOSAL)}
-    top = {"TOP": k, "BLOCK_TOP": k}
-    for name, constants, warps in (
-        ("sample_candidates", top | no_proposal | {"K": 1, "BLOCK_Q": 1}, 1),
-        ("sample_candidates drawn", top | {"HAS_PROPOSAL": True, "K": 16, "BLOCK_Q": 16}, 4),
-        (f"sample_candidates drawn k{k}", top | {"HAS_PROPOSAL": True, "K": k, "BLOCK_Q": k}, 4),
-        ("sample_others", {"BLOCK": sample_filtered.BLOCK}, 4),
-    ):
-        kernel = getattr(sample_filtered, f"{name.split()[0]}_kernel")
-        options = {"num_warps": warps}
-        filtered.append(
-            Case(name, kernel, {**constants, **parts_size}, types=types, options=options)
-        )
-    return filtered
-
-
 def place_cases() -> list[Case]:
     """Return the kernels that find entries of a ring, of a commit and, without flags of live
     tokens, of a prompt."""
@@ -242,7 +219,6 @@ def dflash2_cases() -> list[Case]:
         )
         for no_sums in (no_sums, {})
     ]
-    found += filter_cases(width)
     for k in (16, MOST_CANDIDATES):
         sizes = {"K": k, "TOP": candidates.top(k), "BLOCK": candidates.block(width, k)}
         found.append(
@@ -310,24 +286,10 @@ def cases() -> dict[str, Case]:
         types = {"p_out": "*i64", "p_logits": "*fp32"}
         shape |= {"HAS_NOISE": noisy, **edges, **none}
         found.append(Case(f"walk b16 k16{' noise' * noisy}", walk.walk_kernel, shape, types=types))
-    chunk = {"CHUNK": sample_whole.CHUNK, "BLOCK": sample_whole.BLOCK}
-    chunk |= {"BLOCK_PARTS": triton.next_power_of_2(candidates.part_count(2**18))}
-    parts = {"p_ids": "*i32", "p_out": "*i64"}
-    turns = {"logits": sample_whole.CHUNK, "turns": sample_whole.CHUNK // sample_whole.BLOCK}
-    # Parts of a vocabulary of 248,320.
-    merge, options = {"BLOCK": 32}, {"num_warps": 1}
-    for drawn in (False, True):
-        shape = {**chunk, "HAS_PROPOSAL": drawn, "K": 16, "BLOCK_Q": 16}
-        shape |= {} if drawn else dict.fromkeys((*PROPOSAL, "p_maxima", "p_sums"))
-        kernel, name = sample_whole.sample_whole_kernel, f"sample_whole drawn={drawn}"
-        # With a proposal there is a loop in the loop.
-        found.append(Case(name, kernel, shape, types=parts, **({} if drawn else turns)))
-    kernel = sample_whole.merge_samples_kernel
-    found.append(Case("merge_samples", kernel, merge, types=parts, options=options))
     one = {"BLOCK_B": accept.BLOCK}
-    found.append(Case("accept", accept.accept_kernel, one, options=options))
+    found.append(Case("accept", accept.accept_kernel, one, options={"num_warps": 1}))
     found.append(Case("silu_mul", silu_mul.silu_mul_kernel, {"BLOCK": silu_mul.BLOCK}))
-    found += [*place_cases(), *dflash2_cases()]
+    found += [*target_cases(), *place_cases(), *dflash2_cases()]
     drafts = published()
     # No published draft has head dim 256. It is served all the same.
     sizes = (128, 16, None)

@@ -45,8 +45,10 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.penalties import Penalties, Penalty, Stops
 from sglang_dflash.drafting.self_check import op_cases
 from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay, ReplayOps
+from sglang_dflash.serving.step.penalties import BlockPenalties
 from tests.conftest import kv_groups, raw_config, with_own
 from tests.serving.recurrent_target import gdn_layer, recorded_runner
 
@@ -165,6 +167,8 @@ def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
         for width in (3, block):
             _, drafts = ops.choose_source(source, ids, ids, *match, width)
             ops.learn_source(source, drafts, ops.accept(ids[:, :width], ids[:, :width].clone()))
+        for kinds in itertools.product((False, True), repeat=len(Penalties._fields)):
+            penalize(ops, ids[:, : 3 + kinds[0]], kinds)
         replay.commit(accepted.lengths, None)
         replay.commit(accepted.lengths, Checkpoints(rows, rows))
     width = CONFIG.target_hidden_width
@@ -172,6 +176,24 @@ def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
         _, positions = torch.zeros(2, tokens, dtype=torch.int64)
         hidden = torch.zeros(tokens, width, dtype=torch.bfloat16)
         drafter.absorb(hidden, positions, torch.arange(tokens))
+
+
+def penalize(ops: TritonOps, block: torch.Tensor, kinds: Sequence[bool]) -> None:
+    """Penalize a block with the kinds of `Penalties` that are True, and stop tokens in SGLang's
+    table before and after a batch was filtered."""
+    count, width = block.shape
+    logits = torch.zeros(count, width, CONFIG.vocab_size)
+    counts = torch.zeros(2 * count + 1, 1, dtype=torch.int32)
+    per_token = torch.zeros(2 * count + 1, 1)
+    for stops in (torch.zeros(count, CONFIG.vocab_size + 1)[:, :-1], logits[:, 0].clone()):
+        of_kinds = [
+            Penalty(logits[:, 0].clone(), per_token[count:][:count]),
+            Penalty(logits[:, 0].clone(), per_token[:count]),
+            Penalty(logits[:, 0].clone(), per_token[-count:]),
+            Stops(stops, counts[:count], counts[-count:]),
+        ]
+        present = (x if has else None for x, has in zip(of_kinds, kinds, strict=True))
+        ops.penalize(logits, block, Penalties(*present))
 
 
 def launches() -> dict[str, list[str]]:
@@ -185,6 +207,8 @@ def launches() -> dict[str, list[str]]:
                 run(ops)
             graphed = GraphedDrafter(drafter, TwoRuns(), table, REQUESTS, widths=(3,))
             replay.warm_up()
+            device = torch.device("cpu")
+            BlockPenalties(ROWS, CONFIG.block_size, device, ops).warm_up(CONFIG.vocab_size)
             started = set(found.all)
             serve(graphed, ops, replay)
             late |= {name for name, _, _ in found.all - started}

@@ -12,6 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from sglang_dflash.drafting.noise import likeliest
+from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.plugins.platform_cpu.attention import CpuAttentionBackend
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.sampling import Ranks, repeated_sampling_info
@@ -79,7 +80,7 @@ def test_greedy_tokens_are_of_the_logits_that_sglangs_sampler_takes() -> None:
 
 def no_penalties() -> BlockPenalties:
     """Return the penalties of a worker whose requests have none."""
-    return BlockPenalties(2, BLOCK, torch.device("cpu"))
+    return BlockPenalties(2, BLOCK, torch.device("cpu"), TorchOps())
 
 
 class Penalised(BlockPenalties):
@@ -97,7 +98,7 @@ def test_penalties_and_a_bias_apply_to_every_position() -> None:
     logits = torch.zeros(2 * BLOCK, VOCAB)
     logits[:, 9] = 1.0
     block = torch.zeros(2, BLOCK, dtype=torch.int64)
-    penalised = Penalised(2, BLOCK, torch.device("cpu"))
+    penalised = Penalised(2, BLOCK, torch.device("cpu"), TorchOps())
     tokens = TargetTokens(NotedPositions(), Ranks(ONE_RANK), penalised)(
         batch_of(sampling_info=info), output_of(logits), block, block, lambda: None
     )

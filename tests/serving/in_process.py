@@ -112,7 +112,7 @@ def worker_of(
     drafter = drafter_of(model, groups, options, device)
     block, ranks = options.verify_block, Ranks(group)
     widths = widths or widths_of(WidthPolicy(block))
-    penalties = BlockPenalties(ROWS, block, torch.device(device))
+    penalties = BlockPenalties(ROWS, block, torch.device(device), model.ops)
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
     lookup = Lookup(table, model.ops, block, VOCAB, drafter.counters) if looks_up else None
     target: Any = Target(model.config.target_hidden_width, device, padding)

@@ -180,7 +180,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             if plan.is_checked:
                 plan.rollback.check()
         ranks = sampling.Ranks(get_dp_tp_group())
-        penalties = BlockPenalties(len(req_to_token), block, plan.device)
+        penalties = BlockPenalties(len(req_to_token), block, plan.device, plan.model.ops)
         widths = StepWidths(plan.policy, plan.model.tp, StepClock(plan.device))
         fused = sampling_ops(plan.model.ops, runner.sampler)
         target_tokens = TargetTokens(runner.sampler, ranks, penalties, fused)

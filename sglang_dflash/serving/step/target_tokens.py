@@ -153,12 +153,13 @@ class TargetTokens:
         return ops.sample(logits, noise, None if is_unfiltered else filters, proposal)
 
     def warm_up(self, vocab_size: int, candidates: int, device: torch.device) -> None:
-        """Let the kernels of samples be compiled for the target's logits, before a request needs
-        them.
+        """Let the kernels of penalties and samples be compiled for the target's logits, before a
+        request needs them.
 
         Args:
             candidates: of a draft (`HeadModule.candidates`).
         """
+        self.penalties.warm_up(vocab_size)
         if self._ops is None:
             return
         zeros, ones = (make(1, device=device) for make in (torch.zeros, torch.ones))

@@ -163,6 +163,7 @@ OF_OPS: dict[str, Callable[..., None]] = {
     "qk_norm_rope": with_frequencies(qk_norm_rope, 4),
     "silu_mul": kernel(silu_mul),
     "write_context": with_frequencies(write_context, 5),
+    "penalize": kernel(OPS.penalize),
     "walk": kernel(walk),
     "sample_whole": kernel(sample_whole),
     "candidates": kernel(candidates),

@@ -15,6 +15,7 @@ from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestr
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from torch import Tensor
 
+from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.target_tokens import TargetTokens, takes_one_token
@@ -108,7 +109,7 @@ def test_every_position_has_sglangs_logits(names: tuple[str, ...], width: int, k
     # What a processor would keep, and a grammar never allows.
     logits[:, :, 7] = 99.0
     block = torch.tensor([BLOCK[:width]] * rows)
-    penalties = BlockPenalties(rows, len(BLOCK), torch.device("cpu"))
+    penalties = BlockPenalties(rows, len(BLOCK), torch.device("cpu"), TorchOps())
     penalties.begin(counted)
     masks = sampling.prepare_grammar_masks(batch, block, lambda: None)
     got = LogitsProcessorOutput(next_token_logits=logits.clone().flatten(0, 1))

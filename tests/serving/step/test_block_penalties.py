@@ -11,6 +11,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.serving.step import penalty_counts
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from tests.serving.step.test_penalty_counts import (
@@ -79,7 +80,7 @@ def assert_sglangs_penalties(
     made = orchestrator(batch(*(request(**way) for way in ways)))
     for row, output in enumerate(written):
         penalty_counts.count(made, torch.tensor([row]), torch.tensor([output]))
-    got, ours = logits.clone(), BlockPenalties(8, BLOCK, CPU)
+    got, ours = logits.clone(), BlockPenalties(8, BLOCK, CPU, TorchOps())
     ours.begin(made)
     ours.apply(got, block)
     # The first position is an ordinary decoding step.
@@ -92,7 +93,7 @@ def assert_sglangs_penalties(
 
 
 def test_a_block_that_was_not_counted_is_an_error() -> None:
-    ours = BlockPenalties(8, BLOCK, CPU)
+    ours = BlockPenalties(8, BLOCK, CPU, TorchOps())
     made = orchestrator(batch(request(**WAYS[0])))
     block = blocks(1)
     ours.begin(made)
@@ -105,7 +106,7 @@ class Served:
     """Requests of a server of ours: `step` decodes once, as the scheduler would."""
 
     def __init__(self, *ways: dict[str, Any], overlap: bool = True) -> None:
-        self.ours, self.overlap = BlockPenalties(8, BLOCK, CPU), overlap
+        self.ours, self.overlap = BlockPenalties(8, BLOCK, CPU, TorchOps()), overlap
         self.scheduler = Scheduler()
         self.scheduler.draft_worker = SimpleNamespace(block_penalties=self.ours)
         self.batch = batch(*(request(**way) for way in ways))

@@ -217,7 +217,7 @@ def test_penalties_stay_on_the_device(gpu: FakeCuda) -> None:
     orchestrator = SimpleNamespace(penalizers={name: penalizer(name) for name in names})
     info = sampling_info(penalizer_orchestrator=SimpleNamespace(is_required=True))
     batch = batch_of(sampling_info=info, req_pool_indices=torch.arange(rows, device="cuda"))
-    ours = BlockPenalties(8, width, torch.device("cuda"))
+    ours = BlockPenalties(8, width, torch.device("cuda"), TorchOps())
     block = torch.zeros(rows, width, dtype=torch.int64, device="cuda")
     gpu.crossings.clear()
     ours.commit(batch, block[:, :1])
