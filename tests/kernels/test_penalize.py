@@ -30,7 +30,7 @@ def penalties_of(kinds: set[str], requests: int, width: int) -> Penalties:
 
     def has(name: str) -> Tensor:
         rows = [name in HAS[row % len(HAS)] for row in range(requests)]
-        return torch.tensor(rows, device=DEVICE)[:, None]
+        return torch.tensor(rows, dtype=torch.bool, device=DEVICE)[:, None]
 
     def penalty(name: str, neutral: float, adds_up: bool) -> Penalty | None:
         if name not in kinds:

@@ -19,6 +19,7 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.memory.draft_memory import NarrowForwards, draft_memory
 from sglang_dflash.plugins.platform_cpu.attention import CpuKVPool
@@ -287,6 +288,17 @@ def test_narrow_blocks_are_recorded_for_narrow_steps(
     monkeypatch.setattr(options, "NARROW_WIDTHS", (1, 2))
     worker = started(width=width, extension=f"{HERE}:recorded")
     assert worker.report()["draft_graph_widths"] == recorded
+
+
+def test_the_kernel_of_penalties_is_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the target's vocabulary, and whoever samples. Which penalties a batch has does not matter
+    (tests/kernels/test_resources.py)."""
+    shapes = []
+    note = staticmethod(lambda logits, *_: shapes.append(tuple(logits.shape)))
+    monkeypatch.setattr(TorchOps, "penalize", note)
+    worker = started()
+    assert shapes == [(1, 2, VOCAB)]
+    assert worker.block_penalties._ops is worker.draft_model.ops
 
 
 def test_page_tables_of_whole_blocks_have_room_for_a_step_beyond_the_context() -> None:

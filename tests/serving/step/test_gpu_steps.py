@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dflash_kernels.draft_ops import TritonOps
+from dflash_kernels.traffic import Traffic
 from sglang.srt.layers import sampler as sglangs
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
@@ -199,9 +200,11 @@ def test_a_sampled_step_waits_for_nothing(
     assert info.sampling_seed is None
 
 
-def test_penalties_stay_on_the_device(gpu: FakeCuda) -> None:
-    """Counting what a step committed, and the penalties of a block."""
-    rows, width, vocab = 2, 4, 32
+@pytest.mark.parametrize("ops", [TorchOps(), TritonOps()], ids=["torch", "triton"])
+def test_penalties_stay_on_the_device(gpu: FakeCuda, ops: TorchOps) -> None:
+    """Counting what a step committed, and the penalties of a block: by a kernel they are a launch,
+    whatever the width, that reads each table once."""
+    rows, width, vocab = 2, 16, 32
     kinds = {name: (kind.counts, kind.penalty) for name, kind in PENALIZERS.items()}
     ends = ("stop_token_penalties", "min_new_tokens", LENGTH)
 
@@ -217,7 +220,7 @@ def test_penalties_stay_on_the_device(gpu: FakeCuda) -> None:
     orchestrator = SimpleNamespace(penalizers={name: penalizer(name) for name in names})
     info = sampling_info(penalizer_orchestrator=SimpleNamespace(is_required=True))
     batch = batch_of(sampling_info=info, req_pool_indices=torch.arange(rows, device="cuda"))
-    ours = BlockPenalties(8, width, torch.device("cuda"), TorchOps())
+    ours = BlockPenalties(8, width, torch.device("cuda"), ops)
     block = torch.zeros(rows, width, dtype=torch.int64, device="cuda")
     gpu.crossings.clear()
     ours.commit(batch, block[:, :1])
@@ -225,8 +228,15 @@ def test_penalties_stay_on_the_device(gpu: FakeCuda) -> None:
     tokens, is_new = ours.newest(batch.req_pool_indices)
     count(orchestrator, torch.arange(rows, device="cuda"), tokens, is_new)
     ours.begin(orchestrator)
-    ours.apply(torch.zeros(rows, width, vocab, device="cuda"), block)
+    logits = torch.zeros(rows, width, vocab, device="cuda")
+    with record_launches(StepContents([])) as launches:
+        ours.apply(logits, block)
     assert gpu.crossings == []
+    if type(ops) is TritonOps:
+        assert [launch.name for launch in launches] == ["penalize_kernel"]
+        per_token, tables, after = 20, 4 * vocab, (width - 1) * vocab
+        read = per_token + 8 * (width - 1) + 4 * (tables + after)
+        assert launches[0].traffic == Traffic(rows * read, rows * 4 * after)
 
 
 def test_requests_with_processors_do_not_make_the_host_wait(gpu: FakeCuda) -> None:
