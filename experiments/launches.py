@@ -165,10 +165,8 @@ def _fold(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     """With a checkpoint of every request, if there may be any."""
     states, *inputs = args[:5]
     weight, bias, a_log, dt_bias = args[11:15]
-    heads, value_heads, key_dim, value_dim = (kwargs[name] for name in ("H", "HV", "K", "V"))
-    layers = RecurrentLayers(
-        weight, bias, "silu", a_log, dt_bias, heads, value_heads, key_dim, value_dim
-    )
+    sizes = (kwargs[name] for name in ("H", "HV", "K", "V"))
+    layers = RecurrentLayers(weight, bias, "silu", a_log, dt_bias, *sizes)
     checkpoints = None if args[9] is None else len(args[5])
     accepted = [scene.stored] * len(args[5])
     return gated_delta_fold.traffic(layers, states, VerifyInputs(*inputs), accepted, checkpoints)
@@ -188,12 +186,13 @@ def _convolve(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
 
 def _largest_of_chunks(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     sums, logits = args[2:4]
-    return candidates.chunk_traffic(*logits.shape, logits.element_size(), sums is not None)
+    count, width = logits.shape
+    return candidates.chunk_traffic(count, width, logits.element_size(), sums is not None)
 
 
 def _candidates(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
     logits = args[3]
-    return candidates.traffic(*logits.shape, kwargs["K"], logits.element_size())
+    return candidates.traffic(*logits.shape, k=kwargs["K"], itemsize=logits.element_size())
 
 
 def _walk(scene: StepContents, args: Any, kwargs: Any) -> Traffic:
@@ -224,7 +223,9 @@ KERNELS: dict[str, Callable[[StepContents, Any, Any], Traffic]] = {
     "add_rms_norm_kernel": _add_rms_norm,
     "qk_norm_rope_kernel": _qk_norm_rope,
     "write_context_kernel": _write_context,
-    "silu_mul_kernel": lambda _, args, __: silu_mul.traffic(*args[0].shape, args[0].element_size()),
+    "silu_mul_kernel": lambda _, args, __: silu_mul.traffic(
+        len(args[0]), args[0].shape[1], args[0].element_size()
+    ),
     "convolve_kernel": _convolve,
     "largest_of_chunks_kernel": _largest_of_chunks,
     "candidates_kernel": _candidates,

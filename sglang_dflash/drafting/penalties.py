@@ -61,24 +61,27 @@ def penalize(logits: Tensor, block: Tensor, penalties: Penalties) -> None:
         block: int64 `[R, W]`, the last step's bonus token, then the drafted tokens, all among V.
         penalties: after the output before the block, its bonus token included.
     """
-    frequency, presence, repetition, stops = penalties
-    counted, present, factors = (
-        penalty and penalty.so_far.clone() for penalty in (frequency, presence, repetition)
-    )
+    frequency, presence, repetition = map(_copied, penalties[:3])
+    stops = penalties.stops
     for position in range(1, block.shape[1]):
         draft, after = block[:, position, None], logits[:, position]
-        # It is added once per draft, as SGLang counts: a product rounds differently.
+        terms = []
         if frequency is not None:
-            counted.scatter_add_(1, draft, frequency.per_token)
+            # It is added once per draft, as SGLang counts: a product rounds differently.
+            terms.append(frequency.so_far.scatter_add_(1, draft, frequency.per_token))
         if presence is not None:
-            present.scatter_(1, draft, presence.per_token)
-        # Summed up before they are subtracted, as SGLang does.
-        terms = [table for table in (counted, present) if table is not None]
+            terms.append(presence.so_far.scatter_(1, draft, presence.per_token))
         if terms:
-            after -= terms[0] if len(terms) == 1 else terms[0] + terms[1]
+            # Summed up before they are subtracted, as SGLang does.
+            after -= sum(terms[1:], terms[0])
         if stops is not None:
             is_held = stops.least - stops.outputs > position
             after += torch.where(is_held, stops.penalties, 0.0)
         if repetition is not None:
-            factors.scatter_(1, draft, repetition.per_token)
+            factors = repetition.so_far.scatter_(1, draft, repetition.per_token)
             after.copy_(torch.where(after < 0, after * factors, after / factors))
+
+
+def _copied(penalty: Penalty | None) -> Penalty | None:
+    """The same with a table of its own, to count drafts in."""
+    return None if penalty is None else penalty._replace(so_far=penalty.so_far.clone())
