@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from itertools import count
 from typing import Any
 
 import torch
@@ -14,9 +13,6 @@ from torch import Tensor
 
 from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
-
-# The attribute of SGLang's request that keeps a seed which was drawn for it.
-_DRAWN_SEED = "sglang_dflash_seed"
 
 
 class Seeds:
@@ -32,8 +28,9 @@ class Seeds:
     def __init__(self, rows: int, secret: int, device: torch.device) -> None:
         """`rows`: of SGLang's request-to-token table."""
         self.secret = secret
-        self._drawn_seeds = count()
         self._by_row = torch.zeros(rows, dtype=torch.int64, device=device)
+        # Prefills so far: the same number on all tensor-parallel ranks.
+        self._prefills = 0
 
     @contextmanager
     def given(self, batch: ScheduleBatch) -> Iterator[None]:
@@ -52,7 +49,8 @@ class Seeds:
             yield
 
     def note(self, batch: ScheduleBatch) -> None:
-        """Note the seeds of requests that are new here."""
+        """Note the seeds of requests that are new here, or go on after another prefill."""
+        self._prefills += 1
         drawn = torch.tensor([self.of(request) for request in batch.reqs])
         rows = batch.req_pool_indices.long()
         self._by_row[rows] = to_device(drawn, rows.device)
@@ -63,20 +61,17 @@ class Seeds:
         return to_device(torch.tensor(flags), batch.seq_lens.device) if any(flags) else None
 
     def of(self, request: Any) -> int:
-        """A request's seed. A retracted request keeps it. One that is sent again with the same id
-        has another: its answer is drawn afresh.
+        """A request's seed: its own, or one that is drawn anew with every prefill. No later one
+        may have it again: a client may give the same id (`rid`) to one request after another.
 
         Of several answers to one prompt (`n`) each has its own, whatever the request asks for:
         they would all be the same.
         """
         if _asks_for_seed(request):
             return request.sampling_params.sampling_seed
-        if not hasattr(request, _DRAWN_SEED):
-            # All ranks see requests in the same order; the id tells replicas apart.
-            key = f"{self.secret}/{next(self._drawn_seeds)}/{request.rid}".encode()
-            seed = hashlib.blake2b(key, digest_size=8).digest()
-            setattr(request, _DRAWN_SEED, int.from_bytes(seed, "little", signed=True))
-        return getattr(request, _DRAWN_SEED)
+        drawn_from = f"{self.secret}/{self._prefills}/{request.rid}"
+        drawn = hashlib.blake2b(drawn_from.encode(), digest_size=8).digest()
+        return int.from_bytes(drawn, "little", signed=True)
 
 
 def _asks_for_seed(request: Any) -> bool:

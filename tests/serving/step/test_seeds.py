@@ -26,24 +26,13 @@ def request(rid: str, seed: int | None = None, n: int = 1) -> Any:
 def test_a_request_has_its_own_seed_or_a_drawn_one() -> None:
     seeds, other_server = Seeds(4, 1234, DEVICE), Seeds(4, 1235, DEVICE)
     assert seeds.of(request("a", -5)) == other_server.of(request("b", -5)) == -5
-    # Two requests without a seed differ; one that is retracted keeps its own.
-    requests = [request(rid) for rid in "abc"]
-    drawn = [seeds.of(one) for one in (*requests, requests[0])]
-    assert len(set(drawn)) == 3 and drawn[0] == drawn[3]
+    # Two requests without a seed differ.
+    drawn = [seeds.of(request(rid)) for rid in "abc"]
+    assert len(set(drawn)) == 3
     assert all(-(2**63) <= seed < 2**63 for seed in drawn)
     assert other_server.of(request("a")) != drawn[0]
     # All answers to one prompt would be the same.
-    assert seeds.of(request("d", 7, n=3)) != 7
-
-
-def test_a_request_that_is_sent_again_is_drawn_afresh() -> None:
-    """Also with the id that its client gave it. All ranks see requests in the same order, and a
-    replica with the same random seed draws others."""
-    ranks = Seeds(4, 1234, DEVICE), Seeds(4, 1234, DEVICE)
-    first, again = ([rank.of(request("a")) for rank in ranks] for _ in range(2))
-    assert first[0] == first[1] != again[0] == again[1]
-    replica = Seeds(4, 1234, DEVICE)
-    assert replica.of(request("b")) != first[0]
+    assert seeds.of(request("a", 7, n=3)) == drawn[0]
 
 
 def sampled(mode: str, rows: list[int], requests: list[Any], **info: Any) -> Any:
@@ -70,6 +59,19 @@ def test_a_seed_stays_with_its_request() -> None:
     assert given(seeds, sampled("decode", [1, 3], [b, a])) == [12, 11]
     assert given(seeds, sampled("extend", [3], [c])) == [13]
     assert given(seeds, sampled("decode", [1, 3], [b, c])) == [12, 13]
+
+
+def test_ids_that_are_used_again_make_no_answer_the_same() -> None:
+    """A client may name each of its requests alike, one after the other. On every rank they have
+    the same seeds."""
+    ranks, found = (Seeds(4, 9, DEVICE), Seeds(4, 9, DEVICE)), list[list[int]]()
+    for _ in range(3):
+        batches = [sampled("extend", [1, 2], [request("a"), request("b", 7)]) for _ in ranks]
+        first, second = map(given, ranks, batches)
+        assert first == second and first[1] == 7
+        assert given(ranks[0], sampled("decode", [1], [request("a")])) == first[:1]
+        found.append(first)
+    assert len({seed for seed, _ in found}) == 3
 
 
 def test_sglangs_seeds_and_greedy_batches_are_left_alone() -> None:
