@@ -87,7 +87,7 @@ def penalize(logits: Tensor, block: Tensor, penalties: Penalties) -> None:
     if not requests or positions < 2:
         return
     # Stands for tensors that are not read.
-    nothing = torch.empty(4, dtype=torch.float32, device=logits.device)
+    nothing = torch.empty(1, dtype=torch.float32, device=logits.device)
     counts, stops = nothing.view(torch.int32), penalties.stops
     tables: list[Any] = []
     for penalty in penalties[:3]:

@@ -22,7 +22,7 @@ def target_cases() -> list[Case]:
 
 def penalty_case() -> Case:
     """Return the kernel of penalties. A turn of its loop is a position."""
-    turns, types = BLOCK - 1, {"p_logits": "*fp32", **dict.fromkeys(HAS, "i1")}
+    turns, types = BLOCK - 1, {"p_logits": "*fp32", **dict.fromkeys(HAS, "u1")}
     kernel, constants = penalize.penalize_kernel, {"BLOCK": penalize.BLOCK}
     logits = turns * penalize.BLOCK
     return Case("penalize", kernel, constants, types=types, logits=logits, turns=turns)
