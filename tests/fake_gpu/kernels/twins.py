@@ -113,6 +113,7 @@ def block_attention(
     seq_lens: Tensor,
     layer: Any,
     workspace: Any = None,
+    each: int = 1,
 ) -> None:
     attention = TorchAttention([layer], q.shape[1])
     attention.prepare(old.unsqueeze(1), ContextTable(entries, seq_lens))
