@@ -30,7 +30,8 @@ from dflash_kernels.draft_attention import TritonAttention
 from dflash_kernels.draft_ops import TritonOps
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments.launches import Launch, StepContents, bytes_of, record_launches
+from experiments.kernel_traffic import StepContents
+from experiments.launches import Launch, bytes_of, record_launches
 from experiments.runner import NoOptions as Options
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.backend import AttentionSizes

@@ -8,9 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang_dflash.drafting.noise import ACCEPTING, REDRAWING
+from sglang_dflash.drafting.noise import ACCEPTING, LEAST_LEFT, REDRAWING
 
 _ACCEPTING, _REDRAWING = tl.constexpr(ACCEPTING), tl.constexpr(REDRAWING)
+_LEAST_LEFT = tl.constexpr(LEAST_LEFT)
 
 
 @triton.jit
@@ -101,6 +102,12 @@ def is_accepted(i_seed, i_position, i_p_draft, i_q_draft):
     """Return whether a drawn draft of these probabilities is accepted."""
     i_hash = end_hash(begin_hash(i_seed ^ _ACCEPTING, i_position), tl.zeros((), tl.int32))
     return (i_hash >> 8).to(tl.float32) * (1.0 / 16777216.0) * i_q_draft < i_p_draft
+
+
+@triton.jit
+def left_over(b_p, b_q, is_draft):
+    """Return what a rejected draft's distribution leaves of the target's: max(0, p - q)."""
+    return tl.where(is_draft, 0.0, tl.maximum(b_p - b_q, b_p * _LEAST_LEFT))
 
 
 @triton.jit

@@ -31,6 +31,9 @@ RULES = LIKELIEST, COUPLED = 0, 1
 _LOW32 = 0xFFFFFFFF
 # Seeds of random numbers that are independent of a seed's own are this, exclusive or the seed.
 ACCEPTING, REDRAWING = 0x3C6EF372FE94F82B, 0x510E527FADE682D1
+# Of max(0, p - q) at least this times p is left of every token but the rejected draft. By rounding,
+# nothing else may be left where p and q are equal, and a token that p does not have would be drawn.
+LEAST_LEFT = 2.0**-40
 
 
 class LogitScale(NamedTuple):

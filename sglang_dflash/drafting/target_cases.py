@@ -66,13 +66,15 @@ def samples(draw: RandomInputs, seq_lens: Tensor) -> Case:
         if proposal is not None:
             samples[1, 0] = (tokens[1, 0, 0] == drafts[1]).float()
             samples[2, 0] = redrawn[2, 0]
+            # Behind a rejected draft any tokens may be returned.
+            samples[2, 1] = 0
         return samples
 
     def run(ops: TorchOps) -> Sequence[Tensor]:
-        top_ps, min_ps = (torch.full_like(temperatures, share) for share in (0.9, 0.01))
         kinds: list[SampleFilters | None] = [None]
-        for top_k in (20, 4096):
+        for top_k, *shares in ((20, 0.9, 0.01), (4096, 0.9, 0.01), (4096, 1.0, 0.0)):
             top_ks = torch.where(temperatures > 0, top_k, 1).int()
+            top_ps, min_ps = (torch.full_like(temperatures, share) for share in shares)
             kinds.append(SampleFilters(top_ks, top_ps, min_ps))
         return [
             scores_of_samples(ops, filters, proposal)

@@ -15,6 +15,7 @@ from torch import Tensor
 from sglang_dflash.checkpoint.heads.dflash2 import MOST_CANDIDATES
 from sglang_dflash.drafting.noise import (
     ACCEPTING,
+    LEAST_LEFT,
     REDRAWING,
     BlockNoise,
     Proposal,
@@ -36,9 +37,11 @@ def sample(
     """Sample a token of each row: the one with the largest logit / temperature + noise of those
     that the filters keep.
 
-    After a draft that was drawn from q, it is the draft with probability min(1, p / q), and else a
-    token of max(0, p - q), see `noise`. Where filters keep `MOST_CANDIDATES` tokens or more, and
-    `top_ks` more than these, a kernel does not know p, and how the draft was made does not matter.
+    After a draft that was drawn from q, it is the draft with probability min(1, p / q), and else
+    another token of max(0, p - q), see `noise`. Behind that, no token of the request is used, and a
+    kernel may return any ids of tokens. Where a request's filters keep `MOST_CANDIDATES` tokens or
+    more, but not all, and `top_ks` more than these, a kernel does not know p, and how the draft was
+    made does not matter.
 
     Args:
         logits: `[N, V]`, of the positions of each request, N = R W.
@@ -107,10 +110,11 @@ def _left_out(logits: Tensor, scaled: Tensor, filters: SampleFilters) -> tuple[T
     left_out = torch.arange(logits.shape[-1], device=logits.device) >= top_k
     left_out = left_out | ((likelier > top_p) & (top_p < 1))
     left_out |= probabilities < probabilities[..., :1] * min_p
-    # Of a row that keeps so many, a kernel does not look at all.
+    # Of a row that keeps so many, a kernel does not look at all, but it knows if all are kept.
     is_open = ((~left_out).sum(-1) >= MOST_CANDIDATES) & (top_k > MOST_CANDIDATES)[..., 0]
-    is_known = ~is_open if logits.shape[-1] > MOST_CANDIDATES else torch.ones_like(is_open)
-    return torch.zeros_like(left_out).scatter(-1, order, left_out), is_known
+    is_touched = (top_k < logits.shape[-1]) | (top_p < 1) | (min_p > 0)
+    is_open &= is_touched[..., 0] & (logits.shape[-1] > MOST_CANDIDATES)
+    return torch.zeros_like(left_out).scatter(-1, order, left_out), ~is_open
 
 
 class _Drawn(NamedTuple):
@@ -119,7 +123,7 @@ class _Drawn(NamedTuple):
     Attributes:
         is_drawn: bool `[R, P]`, the positions after drafts that were drawn.
         tokens: int64 `[R, P]`, the drafts of these that are accepted, and -1.
-        left: float32 `[R, P, V]`, log max(0, p - q).
+        left: float32 `[R, P, V]`, log max(0, p - q); -inf of the draft.
     """
 
     is_drawn: Tensor
@@ -143,10 +147,8 @@ def _after_drafts(
     q = torch.zeros_like(p).scatter(-1, candidates, scores.softmax(-1))
     draft = proposal.block[:, 1 : 1 + drafts, None]
     share = uniform(noise.seeds[:, None] ^ ACCEPTING, positions[:, :drafts])[..., None]
-    left = (p - q).clamp(min=0.0).log()
-    is_accepted = (share * q.gather(-1, draft) < p.gather(-1, draft))[..., 0]
-    # By rounding, nothing may be left.
-    is_accepted = is_drawn & (is_accepted | (left.amax(-1) == -torch.inf))
+    left = torch.maximum(p - q, p * LEAST_LEFT).scatter(-1, draft, 0.0).log()
+    is_accepted = is_drawn & (share * q.gather(-1, draft) < p.gather(-1, draft))[..., 0]
     return _Drawn(is_drawn, draft[..., 0].where(is_accepted, -1), left)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments import runner, traffic
-from experiments.launches import StepContents, record_launches
+from experiments.kernel_traffic import StepContents
+from experiments.launches import record_launches
 from experiments.traffic import GOALS, LOADS, DraftLoad
 from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention, Reach
 from sglang_dflash.tools.gpu_check.floors import SHAPES, absorb_floor, propose_floor, visible

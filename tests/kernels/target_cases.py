@@ -1,4 +1,5 @@
-"""Kernels on the target's logits, to be compiled (`compile_kernels`)."""
+"""The kernels on the target's logits, as they are launched for the largest vocabulary that SGLang
+serves."""
 
 from __future__ import annotations
 
@@ -8,10 +9,15 @@ from dflash_kernels import candidates, penalize, sample_filtered, sample_whole
 from sglang_dflash.checkpoint.heads.dflash2 import MOST_CANDIDATES
 from tests.kernels.case import Case
 
-PROPOSAL = "p_block", "p_is_drawn", "p_candidates", "p_scores"
-HAS = "HAS_FREQUENCY", "HAS_PRESENCE", "HAS_REPETITION", "HAS_STOPS"
-# The largest vocabulary that SGLang serves.
 WIDTH = 2**18
+PROPOSAL = "p_block", "p_is_drawn", "p_candidates", "p_scores"
+PARTS = {"BLOCK_PARTS": triton.next_power_of_2(candidates.part_count(WIDTH))}
+SPLITS = {"BLOCK_SPLITS": triton.next_power_of_2(triton.cdiv(WIDTH, sample_whole.CHUNK))}
+TYPES = {"p_out": "*i64", "p_values": "*fp32", "p_top_ks": "*i32", "p_ranks": "*i32",
+         "p_likelier": "*fp32"}  # fmt: skip
+DRAWN = {"K": 16, "BLOCK_Q": 16}
+ONE_WARP = {"num_warps": 1}
+HAS = "HAS_FREQUENCY", "HAS_PRESENCE", "HAS_REPETITION", "HAS_STOPS"
 BLOCK = 16
 
 
@@ -29,41 +35,44 @@ def penalty_case() -> Case:
 
 
 def whole_cases() -> list[Case]:
-    """Return the kernels that sample from whole vocabularies."""
-    found = []
-    chunk = {"CHUNK": sample_whole.CHUNK, "BLOCK": sample_whole.BLOCK}
-    chunk |= {"BLOCK_PARTS": triton.next_power_of_2(candidates.part_count(WIDTH))}
-    parts = {"p_ids": "*i32", "p_out": "*i64"}
+    """Return the kernels that sample from whole rows: of logits, of rows of which some are decided,
+    and after drafts that were drawn."""
+    columns = {"CHUNK": sample_whole.CHUNK, "BLOCK": sample_whole.BLOCK}
+    types = {**TYPES, "p_ids": "*i32"}
     turns = {"logits": sample_whole.CHUNK, "turns": sample_whole.CHUNK // sample_whole.BLOCK}
-    # Parts of a vocabulary of 248,320.
-    merge, options = {"BLOCK": 32}, {"num_warps": 1}
-    for drawn in (False, True):
-        shape = {**chunk, "HAS_PROPOSAL": drawn, "K": 16, "BLOCK_Q": 16}
-        shape |= {} if drawn else dict.fromkeys((*PROPOSAL, "p_maxima", "p_sums"))
-        kernel, name = sample_whole.sample_whole_kernel, f"sample_whole drawn={drawn}"
+    found = []
+    for drawn, states in ((False, False), (False, True), (True, True)):
+        shape = {**columns, **PARTS, **DRAWN, "HAS_PROPOSAL": drawn, "HAS_STATES": states}
+        if not drawn:
+            shape |= {"K": 1, "BLOCK_Q": 1, **dict.fromkeys((*PROPOSAL, "p_maxima", "p_sums"))}
+        shape |= {} if states else {"p_out": None}
+        name = f"sample_whole drawn={drawn}{' filtered' * (states and not drawn)}"
         # With a proposal there is a loop in the loop.
-        found.append(Case(name, kernel, shape, types=parts, **({} if drawn else turns)))
-    kernel = sample_whole.merge_samples_kernel
-    found.append(Case("merge_samples", kernel, merge, types=parts, options=options))
+        own = {} if drawn else turns
+        found.append(Case(name, sample_whole.sample_whole_kernel, shape, types=types, **own))
+    for name, shape in (("judge_drafts", {**DRAWN, **PARTS}), ("merge_samples", SPLITS)):
+        kernel = getattr(sample_whole, f"{name}_kernel")
+        found.append(Case(name, kernel, shape, types=types, options=ONE_WARP))
     return found
 
 
 def filter_cases() -> list[Case]:
     """Return the kernels that sample with filters."""
-    k, filtered = MOST_CANDIDATES, []
-    parts_size = {"BLOCK_PARTS": triton.next_power_of_2(candidates.part_count(WIDTH))}
-    types = {"p_out": "*i64", "p_values": "*fp32", "p_logits": "*fp32", "p_top_ks": "*i32"}
-    no_proposal = {"HAS_PROPOSAL": False, **dict.fromkeys(PROPOSAL)}
-    top = {"TOP": k, "BLOCK_TOP": k}
+    k = MOST_CANDIDATES
+    top = {"TOP": k, "BLOCK_TOP": k, "HAS_PROPOSAL": True}
+    no_proposal = {"HAS_PROPOSAL": False, **dict.fromkeys(PROPOSAL), "K": 1, "BLOCK_Q": 1}
+    block = {"BLOCK": sample_filtered.BLOCK}
+    found = []
     for name, constants, warps in (
-        ("sample_candidates", top | no_proposal | {"K": 1, "BLOCK_Q": 1}, 1),
-        ("sample_candidates drawn", top | {"HAS_PROPOSAL": True, "K": 16, "BLOCK_Q": 16}, 4),
-        (f"sample_candidates drawn k{k}", top | {"HAS_PROPOSAL": True, "K": k, "BLOCK_Q": k}, 4),
-        ("sample_others", {"BLOCK": sample_filtered.BLOCK}, 4),
+        ("sample_candidates", top | no_proposal, 1),
+        ("sample_candidates drawn", top | DRAWN, 4),
+        (f"sample_candidates drawn k{k}", top | {"K": k, "BLOCK_Q": k}, 4),
+        ("rank_samples", block | SPLITS | {"CHUNK": sample_filtered.CHUNK}, 4),
+        ("sample_others", block | SPLITS, 4),
     ):
         kernel = getattr(sample_filtered, f"{name.split()[0]}_kernel")
+        ids = {} if name.startswith("sample_candidates") else {"p_ids": "*i32"}
+        types = {**TYPES, **ids, "p_logits": "*fp32"}
         options = {"num_warps": warps}
-        filtered.append(
-            Case(name, kernel, {**constants, **parts_size}, types=types, options=options)
-        )
-    return filtered
+        found.append(Case(name, kernel, constants | PARTS, types=types, options=options))
+    return found

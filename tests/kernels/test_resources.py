@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.launches import READS_LOGITS
+from experiments.kernel_traffic import READS_LOGITS
 from experiments.traffic import INSTRUCTIONS_PER_BYTE
 from sglang_dflash.serving.gpu.backends import FP8_CAPABILITY
 from tests.kernels import compile_kernels

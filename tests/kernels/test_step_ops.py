@@ -85,7 +85,7 @@ def test_sample_whole(case: str, dtype: torch.dtype) -> None:
     tokens = canaries.around(torch.full((count,), -7, dtype=torch.int64, device=DEVICE))
     with counted_bytes() as counted:
         sample_whole.sample_whole(tokens, logits, noise, None)
-    counted.check(sample_whole.traffic(count, vocab, logits.element_size()))
+    counted.check(sample_whole.traffic(logits))
     assert canaries.are_alive()
     # Noise is float32 here and float64 there: another token is right if its score is as large.
     columns = torch.arange(vocab, device=DEVICE)
@@ -109,11 +109,12 @@ def test_the_kernels_noise_is_the_targets() -> None:
         assert TritonOps().sample(logits, noise, None).item() == token
 
 
-def proposal_of(logits: Tensor, noise: BlockNoise, k: int) -> Proposal:
+def proposal_of(logits: Tensor, noise: BlockNoise, k: int, drafts: int | None = None) -> Proposal:
     """Drafts of some requests that were drawn, from k tokens of which most are among the target's
-    likeliest, and of the others; the last drafts of each block were not drawn."""
+    likeliest, and of the others. There are more drafts than the step has room for, or `drafts`, and
+    other tokens behind them."""
     requests, positions, vocab = len(noise.seeds), len(logits) // len(noise.seeds), logits.shape[1]
-    drafts = positions + 2
+    drafts = drafts or positions + 2
     own = logits.view(requests, positions, vocab).float()[:, :1].expand(-1, drafts, -1)
     best = (own + 4 * torch.rand_like(own)).topk(k).indices
     walked, scores = TorchOps().walk(
@@ -121,7 +122,8 @@ def proposal_of(logits: Tensor, noise: BlockNoise, k: int) -> Proposal:
     )
     if requests > 4:
         scores[4, 0, 1] = torch.nan  # of a draft that computed nothing finite
-    block = torch.cat((best[:, 0, :1], walked[COUPLED]), 1)[:, :positions]
+    looked_up = best[:, 0, :1].expand(-1, positions)
+    block = torch.cat((best[:, 0, :1], walked[COUPLED], looked_up), 1)[:, :positions]
     is_drawn = (torch.arange(requests, device=DEVICE) % 3 != 2) & (noise.temperatures > 0)
     return Proposal(block, is_drawn, best, scores)
 
@@ -130,39 +132,66 @@ def check_samples(
     tokens: Tensor, logits: Tensor, noise: BlockNoise, filters: Any, proposal: Proposal | None
 ) -> None:
     """The twin's, but for what a rounding decides: a twin of logits that are larger or smaller by
-    a few roundings takes another one there, too."""
+    a few roundings takes another one there, too. Behind a drawn draft that is not accepted, any."""
+    assert ((tokens >= 0) & (tokens < logits.shape[1])).all()
+    is_used = torch.ones_like(tokens) > 0
+    if proposal is not None:
+        by_request = tokens.view(proposal.block.shape)
+        wrong = (by_request[:, :-1] != proposal.block[:, 1:]) & proposal.is_drawn[:, None]
+        is_used.view(by_request.shape)[:, 1:] = wrong.cumsum(1) == 0
     near = [
         TorchOps().sample(logits.double() * (1 + change), noise, filters, proposal)
         for change in (0.0, 3e-5, -3e-5)
     ]
     is_right = torch.stack([tokens == one for one in near]).any(0)
-    assert is_right.all() and (near[0] == tokens).float().mean() > 0.98
+    assert is_right[is_used].all() and (near[0] == tokens)[is_used].float().mean() > 0.98
 
 
 @pytest.mark.parametrize(
-    ("requests", "positions", "vocab", "k"), [(9, 3, 300, 4), (40, 2, 40, 16), (3, 2, 9000, 3)]
+    ("requests", "positions", "vocab", "k", "drafts"),
+    [(9, 3, 300, 4, None), (40, 2, 40, 16, None), (3, 2, 9000, 3, None), (30, 5, 60, 16, 2)],
 )
-def test_samples_after_drawn_drafts(requests: int, positions: int, vocab: int, k: int) -> None:
+def test_samples_after_drawn_drafts(
+    requests: int, positions: int, vocab: int, k: int, drafts: int | None
+) -> None:
     logits = 2 * torch.randn(requests * positions, vocab, device=DEVICE)
     temperatures = torch.rand(requests, device=DEVICE) + 0.5
     temperatures[1] = 0
     seeds = torch.randint(-(2**63), 2**63 - 1, (requests,), device=DEVICE)
     noise = BlockNoise(seeds, temperatures, ids(requests, most=300000))
-    proposal, canaries = proposal_of(logits, noise, k), Canaries()
+    proposal, canaries = proposal_of(logits, noise, k, drafts), Canaries()
     out = canaries.around(torch.full((len(logits),), -7, dtype=torch.int64, device=DEVICE))
     sample_whole.sample_whole(out, logits, noise, proposal)
     assert canaries.are_alive()
     check_samples(out, logits, noise, None, proposal)
     if requests > 9:
         accepted = out.view(requests, -1)[:, :-1] == proposal.block[:, 1:]
-        of_drawn = accepted[proposal.is_drawn]
-        assert of_drawn.any() and not of_drawn.all()
+        of_drawn = accepted[proposal.is_drawn][:, : drafts or 1]
+        assert of_drawn.all(1).any() and not of_drawn.all()
         assert (out != TorchOps().sample(logits, noise, None)).any()
+
+
+def test_rows_behind_a_rejected_draft_are_not_read_again() -> None:
+    """All drafts are impossible. But for the sums one row of each request is read."""
+    requests, positions, vocab = 2, 40, 9000
+    seeds = torch.arange(requests, device=DEVICE)
+    noise = BlockNoise(seeds, torch.ones(requests, device=DEVICE), seeds)
+    logits = torch.randn(requests * positions, vocab, device=DEVICE)
+    logits[:, 5] = -torch.inf
+    block = torch.full((requests, positions), 5, device=DEVICE)
+    scores = torch.zeros(requests, positions - 1, 1, device=DEVICE)
+    proposal = Proposal(block, seeds >= 0, block[:, 1:, None].contiguous(), scores)
+    with counted_bytes() as counted:
+        TritonOps().sample(logits, noise, None, proposal)
+    sums = candidates.chunk_traffic(len(logits), vocab, 4, sums=True)
+    expected = sample_whole.drawn_traffic(logits, proposal.candidates)
+    counted.check(sums + expected)
+    assert expected.read_bytes < 0.5 * logits.nbytes
 
 
 @pytest.mark.parametrize(
     ("requests", "positions", "vocab", "dtype"),
-    [(32, 1, 20, torch.float32), (2, 2, 101, torch.bfloat16), (1, 1, 5, torch.float32)],
+    [(32, 1, 20, torch.float32), (6, 2, 150, torch.bfloat16), (1, 1, 5, torch.float32)],
     ids=str,
 )
 @pytest.mark.parametrize("drawn", [False, True], ids=["", "drawn"])
@@ -179,6 +208,7 @@ def test_sample_filtered(
     for module, name, value in (
         (candidates, "CHUNK", 8), (candidates, "CHUNKS", 4),
         (sample_filtered, "MOST_CANDIDATES", 8), (sample_filtered, "BLOCK", 32),
+        (sample_filtered, "CHUNK", 64), (sample_whole, "CHUNK", 64), (sample_whole, "BLOCK", 32),
         (target_samples, "MOST_CANDIDATES", 8),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
@@ -194,6 +224,8 @@ def test_sample_filtered(
     temperatures[1:2] = 0
     top_ps = (torch.rand(requests, device=DEVICE) + 0.4).clamp(max=1)
     min_ps = (1.6 * torch.rand(requests, device=DEVICE) - 0.6).clamp(min=0)
+    is_touched = every % 9 != 6
+    top_ps, min_ps = (x.where(is_touched, y) for x, y in ((top_ps, 1.0), (min_ps, 0.0)))
     seeds = torch.randint(-(2**63), 2**63 - 1, (requests,), device=DEVICE)
     noise = BlockNoise(seeds, temperatures, ids(requests, most=300000))
     filters, canaries = SampleFilters(top_ks, top_ps, min_ps), Canaries()
@@ -205,6 +237,56 @@ def test_sample_filtered(
     if requests > 1:
         likeliest = logits[positions : 2 * positions].float()
         assert torch.equal(out[positions : 2 * positions], likeliest.argmax(-1))
+
+
+def test_a_request_without_filters_is_sampled_as_without_those_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its drafts that were drawn are accepted or not, bit for bit. The others keep more tokens than
+    a program looks at."""
+    for module, name, value in (
+        (sample_whole, "CHUNK", 64), (sample_whole, "BLOCK", 32), (sample_filtered, "CHUNK", 64),
+        (sample_filtered, "MOST_CANDIDATES", 8), (target_samples, "MOST_CANDIDATES", 8),
+        (sample_filtered, "BLOCK", 32),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    requests, positions, vocab = 30, 3, 200
+    logits = torch.arange(vocab, device=DEVICE) * -0.01
+    logits = logits + 0.05 * torch.randn(requests * positions, vocab, device=DEVICE)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (requests,), device=DEVICE)
+    temperatures = torch.ones(requests, device=DEVICE)
+    noise = BlockNoise(seeds, temperatures, ids(requests, most=999))
+    every = torch.arange(requests, device=DEVICE)
+    is_touched = every % 6 < 3
+    # One filter each.
+    filters = SampleFilters(
+        torch.where(every % 6 == 0, 120, 2**30).int(),
+        torch.where(every % 6 == 1, 0.8, 1.0),
+        torch.where(every % 6 == 2, 0.3, 0.0),
+    )
+    proposal = proposal_of(logits, noise, 16)
+    for ops in (TorchOps(), TritonOps()):
+        filtered, whole = (
+            ops.sample(logits, noise, which, proposal).view(requests, -1)
+            for which in (filters, None)
+        )
+        assert torch.equal(filtered[~is_touched], whole[~is_touched])
+        assert (filtered[is_touched] != whole[is_touched]).any()
+    check_samples(filtered.flatten(), logits, noise, filters, proposal)
+
+
+def test_traffic_of_filtered_samples() -> None:
+    logits = torch.randn(3, 200, device=DEVICE)
+    values, columns = torch.empty(3, 64, device=DEVICE), ids(3, 64)
+    noise = BlockNoise(ids(3), torch.ones(3, device=DEVICE), ids(3))
+    maxima, totals = torch.empty(2, 3, candidates.part_count(200), device=DEVICE)
+    top_ks = torch.full((3,), 20, dtype=torch.int32, device=DEVICE)
+    filters = SampleFilters(top_ks, noise.temperatures, torch.zeros_like(noise.temperatures))
+    with counted_bytes() as of_candidates:
+        candidates.candidates(values, columns, logits, candidates.Sums(maxima, totals, noise[1]))
+    with counted_bytes() as counted:
+        sample_filtered.sample_filtered(columns[:, 0].contiguous(), logits, noise, filters, None)
+    counted.check(of_candidates.traffic + sample_filtered.traffic(values, 200))
 
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
@@ -227,15 +309,25 @@ def test_a_token_that_is_not_kept_is_never_drawn(filtered: bool) -> None:
         assert tokens.tolist() == [77] * 10
 
 
-def test_a_draft_is_accepted_if_nothing_is_left() -> None:
+@pytest.mark.parametrize("forbidden", [-torch.inf, -1e30], ids=str)
+@pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
+def test_the_target_has_what_is_drawn_if_nothing_is_left(forbidden: float, filtered: bool) -> None:
     """As by rounding, where the draft's probabilities are no smaller than any of the target's: here
-    the draft is one that neither has, so it is rejected, and no token has anything left."""
+    the draft is one that neither has, so it is rejected, and no token has anything left.
+
+    SGLang writes the second number for -inf if it is asked to."""
     seeds = torch.arange(5, device=DEVICE)
     noise = BlockNoise(seeds, torch.ones(5, device=DEVICE), seeds)
-    logits = torch.full((10, 300), -torch.inf, device=DEVICE)
+    logits = torch.full((10, 300), forbidden, device=DEVICE)
     logits[:, 77] = 0.0
     candidates = torch.full((5, 1, 1), 77, device=DEVICE)
     block, scores = torch.full((5, 2), 78, device=DEVICE), torch.zeros(5, 1, 1, device=DEVICE)
     proposal = Proposal(block, seeds >= 0, candidates, scores)
+    filters = SampleFilters(
+        torch.full((5,), 20, dtype=torch.int32, device=DEVICE),
+        torch.ones(5, device=DEVICE),
+        torch.zeros(5, device=DEVICE),
+    )
     for ops in (TorchOps(), TritonOps()):
-        assert ops.sample(logits, noise, None, proposal).tolist() == [78, 77] * 5
+        tokens = ops.sample(logits, noise, filters if filtered else None, proposal)
+        assert tokens[::2].tolist() == [77] * 5

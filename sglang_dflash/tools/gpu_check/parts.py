@@ -206,9 +206,9 @@ def time_kernels(
     ids, bonus = ints(vocabulary, requests, block), ints(vocabulary, requests)
     texts = ints(vocabulary, requests + 1, TEXT + block).int()
     candidates = ints(vocabulary, requests, block - 2, model.head.candidates)
-    drawn = Proposal(
-        ids[:, : block - 1], bonus >= 0, candidates, torch.zeros_like(candidates).float()
-    )
+    # Most first drafts are rejected.
+    drafts = torch.cat((bonus[:, None], candidates[..., 0]), 1)
+    drawn = Proposal(drafts, bonus >= 0, candidates, torch.zeros_like(candidates).float())
     rows = 1 + torch.arange(requests, device=device)
     request_slots = RequestSlots(texts, rows, lengths, TEXT)
     logits_bytes = logits.numel() * logits.element_size()
@@ -216,7 +216,10 @@ def time_kernels(
     runs: dict[str, tuple[Callable[[], object], int]] = {
         "sample": (lambda: ops.sample(logits, noise, None), logits_bytes),
         "sample, filtered": (lambda: ops.sample(logits, noise, filters), logits_bytes),
-        "sample, drawn": (lambda: ops.sample(logits, noise, None, drawn), 2 * logits_bytes),
+        "sample, drawn": (
+            lambda: ops.sample(logits, noise, None, drawn),
+            logits_bytes * block // (block - 1),
+        ),
         "sample, filtered, drawn": (
             lambda: ops.sample(logits, noise, filters, drawn), logits_bytes
         ),

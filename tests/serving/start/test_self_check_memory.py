@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments.launches import StepContents, record_launches
+from experiments.kernel_traffic import StepContents
+from experiments.launches import record_launches
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.tools.gpu_check.drafters import random_head, random_model
 from sglang_dflash.tools.gpu_check.floors import config_of

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments.launches import StepContents, record_launches
+from experiments.kernel_traffic import StepContents
+from experiments.launches import record_launches
 from sglang_dflash.drafting.attention.backend import Backend
 from sglang_dflash.drafting.attention.capabilities import Capabilities
 from sglang_dflash.drafting.attention.paged import PagedAttention

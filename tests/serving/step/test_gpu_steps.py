@@ -15,7 +15,8 @@ from sglang.srt.layers import sampler as sglangs
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
-from experiments.launches import StepContents, record_launches
+from experiments.kernel_traffic import StepContents
+from experiments.launches import record_launches
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.kv import DraftKVCache
