@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dflash_kernels.noise import begin_hash, end_hash
 from dflash_kernels.traffic import Traffic
-from sglang_dflash.drafting.noise import COUPLED, RULES, BlockNoise
+from sglang_dflash.drafting.noise import RULES, SAMPLED, BlockNoise
 from sglang_dflash.drafting.ops import Edges
 
-_COUPLED = tl.constexpr(COUPLED)
+_SAMPLED = tl.constexpr(SAMPLED)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def walk_kernel(
     if HAS_NOISE:
         i_seed, i_start = tl.load(p_seeds + i_r), tl.load(p_seq_lens + i_r)
         temperature = tl.load(p_temperatures + i_r)
-        is_noisy = (i_rule == _COUPLED) & (temperature > 0)
+        is_noisy = (i_rule == _SAMPLED) & (temperature > 0)
     for i_p in range(P):
         i_row = i_r * P + i_p
         b_ids = tl.load(p_ids + i_row * K + o_k, mask=m_k, other=0)
@@ -66,7 +66,7 @@ def walk_kernel(
             i_position = i_start + i_p
             if is_noisy:
                 b_scores = tl.div_rn(b_scores, temperature)
-            if i_rule == _COUPLED:
+            if i_rule == _SAMPLED:
                 tl.store(p_scores + i_row * K + o_k, b_scores, mask=m_k)
             if is_noisy:
                 b_scores += _gumbel(end_hash(begin_hash(i_seed, i_position), b_ids))

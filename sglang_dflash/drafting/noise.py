@@ -27,7 +27,7 @@ from torch import Tensor
 
 # Rows of what a draft head returns for a block with noise: the draft's likeliest tokens, and its
 # tokens with noise.
-RULES = LIKELIEST, COUPLED = 0, 1
+RULES = LIKELIEST, SAMPLED = 0, 1
 _LOW32 = 0xFFFFFFFF
 # Seeds of random numbers that are independent of a seed's own are this, exclusive or the seed.
 ACCEPTING, REDRAWING = 0x3C6EF372FE94F82B, 0x510E527FADE682D1
@@ -105,7 +105,7 @@ class SampledBlocks(NamedTuple):
 
     Attributes:
         tokens: int64 `[2, R, B]`, a block by each of `RULES`; of a head `[2, R, P]`, its drafts.
-        candidates: int64 `[R, P, K]`, the tokens that each coupled draft was drawn from; distinct.
+        candidates: int64 `[R, P, K]`, the tokens that each draft with noise was drawn from; distinct.
         scores: float32 `[R, P, K]`, their log-probabilities, but for a constant of each draft. If
             the largest is not finite, the draft was not drawn.
     """
@@ -123,7 +123,7 @@ def likeliest(drafted: Tensor | SampledBlocks) -> Tensor:
 def sampled(drafted: Tensor | SampledBlocks) -> Tensor:
     """The drafts int64 `[R, B]` of what a drafter returns: with noise, those that it decides."""
     # A copy begins where kernels have been compiled for.
-    return drafted.tokens[COUPLED].clone() if isinstance(drafted, SampledBlocks) else drafted
+    return drafted.tokens[SAMPLED].clone() if isinstance(drafted, SampledBlocks) else drafted
 
 
 class Proposal(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.groups import clear
-from sglang_dflash.drafting.noise import COUPLED, BlockNoise, SampledBlocks
+from sglang_dflash.drafting.noise import SAMPLED, BlockNoise, SampledBlocks
 from sglang_dflash.drafting.random_inputs import RandomInputs
 from sglang_dflash.drafting.self_check import CONTEXT, REQUESTS, TOLERANCE, failed
 
@@ -57,7 +57,7 @@ def check_recording(
         for width, (label, rule_noise) in product({*widths, eager.draft_block}, rules):
             blocks = recorded.propose(bonus, requests, rule_noise, width)
             if isinstance(blocks, SampledBlocks):
-                blocks = blocks.tokens[COUPLED]
+                blocks = blocks.tokens[SAMPLED]
             drafted, states = blocks[:, 1:], hidden[:, : blocks.shape[1]]
             shortfall = eager.head.shortfall(states, bonus, drafted, rule_noise).max().item()
             # A NaN fails: it is not below anything.

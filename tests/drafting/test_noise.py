@@ -13,7 +13,7 @@ from torch import Tensor
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.heads.plain import ArgmaxHead
 from sglang_dflash.drafting.noise import (
-    COUPLED,
+    SAMPLED,
     BlockNoise,
     SampledBlocks,
     gumbel,
@@ -77,7 +77,7 @@ def test_the_noise_is_sglangs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> No
 
 def blocks(tokens: Tensor) -> SampledBlocks:
     """Blocks by each rule `[2, R, B]`, each draft of which was drawn from one token."""
-    candidates = tokens[COUPLED, :, 1:, None]
+    candidates = tokens[SAMPLED, :, 1:, None]
     return SampledBlocks(tokens, candidates, torch.zeros_like(candidates).float())
 
 

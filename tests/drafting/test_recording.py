@@ -19,7 +19,7 @@ from sglang_dflash.drafting.graphs import (
     default_column_buckets,
 )
 from sglang_dflash.drafting.heads.head import TargetHead
-from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise, SampledBlocks, likeliest
+from sglang_dflash.drafting.noise import LIKELIEST, SAMPLED, BlockNoise, SampledBlocks, likeliest
 from sglang_dflash.drafting.options import Options
 from tests.conftest import kv_groups, random_model, raw_config, with_own
 from tests.recording import OpRecorder, RecordingError
@@ -169,7 +169,7 @@ def test_replayed_steps_are_the_eager_ones(
         assert torch.equal(likeliest(eager), likeliest(replayed)), step
         if isinstance(eager, SampledBlocks):
             torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-5)
-            coupled.append(not torch.equal(eager.tokens[LIKELIEST], eager.tokens[COUPLED]))
+            coupled.append(not torch.equal(eager.tokens[LIKELIEST], eager.tokens[SAMPLED]))
         for one, other in zip(plain.groups, inner.groups, strict=True):
             a, b = one.cache, other.cache
             # A commit with padding is another product of matrices.

@@ -9,7 +9,7 @@ from dflash_kernels.draft_ops import TritonOps
 from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.drafting.noise import COUPLED, BlockNoise
+from sglang_dflash.drafting.noise import SAMPLED, BlockNoise
 from sglang_dflash.drafting.ops import Edges, TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel, candidates_of_ranks
 from tests.conftest import raw_config, with_own
@@ -164,7 +164,7 @@ def test_noise_of_the_walk_is_that_of_the_drafts() -> None:
     ones, positions = torch.ones(count, device=DEVICE), torch.arange(count, device=DEVICE) * 7919
     noise = BlockNoise(seeds, ones, positions)
     logits, bonus = torch.zeros(count, 2, k, device=DEVICE), torch.zeros_like(seeds)
-    found = TritonOps().walk(logits, ids, bonus, Edges(zeros, table, table), noise)[0][COUPLED]
+    found = TritonOps().walk(logits, ids, bonus, Edges(zeros, table, table), noise)[0][SAMPLED]
     best = noise.scores(logits, ids).argmax(-1, keepdim=True)
     assert torch.equal(found, ids.gather(-1, best)[..., 0])
 

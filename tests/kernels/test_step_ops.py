@@ -11,7 +11,7 @@ from dflash_kernels.draft_ops import TritonOps
 from torch import Tensor
 
 from sglang_dflash.drafting import target_samples
-from sglang_dflash.drafting.noise import COUPLED, BlockNoise, Proposal, SampleFilters, gumbel
+from sglang_dflash.drafting.noise import SAMPLED, BlockNoise, Proposal, SampleFilters, gumbel
 from sglang_dflash.drafting.ops import TorchOps
 from tests.kernels.support import DEVICE, Canaries, counted_bytes
 
@@ -123,7 +123,7 @@ def proposal_of(logits: Tensor, noise: BlockNoise, k: int, drafts: int | None = 
     if requests > 4:
         scores[4, 0, 1] = torch.nan  # of a draft that computed nothing finite
     looked_up = best[:, 0, :1].expand(-1, positions)
-    block = torch.cat((best[:, 0, :1], walked[COUPLED], looked_up), 1)[:, :positions]
+    block = torch.cat((best[:, 0, :1], walked[SAMPLED], looked_up), 1)[:, :positions]
     is_drawn = (torch.arange(requests, device=DEVICE) % 3 != 2) & (noise.temperatures > 0)
     return Proposal(block, is_drawn, best, scores)
 

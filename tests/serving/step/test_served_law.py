@@ -22,8 +22,8 @@ from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted, accept
 from sglang_dflash.drafting.noise import (
-    COUPLED,
     LIKELIEST,
+    SAMPLED,
     BlockNoise,
     SampledBlocks,
     gumbel,
@@ -171,7 +171,7 @@ def test_drawn_answers_have_the_targets_law(drawing: Drawing) -> None:
 
 
 def test_drafts_that_decide_whether_they_are_used_have_not() -> None:
-    texts, _ = answers(as_drawn(Drawing(looks_up=COUPLED)))
+    texts, _ = answers(as_drawn(Drawing(looks_up=SAMPLED)))
     assert chance(texts) < 1e-50
 
 
