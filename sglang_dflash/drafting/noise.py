@@ -105,7 +105,7 @@ class SampledBlocks(NamedTuple):
 
     Attributes:
         tokens: int64 `[2, R, B]`, a block by each of `RULES`; of a head `[2, R, P]`, its drafts.
-        candidates: int64 `[R, P, K]`, the tokens that each draft with noise was drawn from; distinct.
+        candidates: int64 `[R, P, K]`, the tokens that a draft with noise was drawn from; distinct.
         scores: float32 `[R, P, K]`, their log-probabilities, but for a constant of each draft. If
             the largest is not finite, the draft was not drawn.
     """
