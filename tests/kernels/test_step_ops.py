@@ -289,6 +289,13 @@ def test_traffic_of_filtered_samples() -> None:
     counted.check(of_candidates.traffic + sample_filtered.traffic(values, 200))
 
 
+def top_20(requests: int) -> SampleFilters:
+    top_ks = torch.full((requests,), 20, dtype=torch.int32, device=DEVICE)
+    return SampleFilters(
+        top_ks, torch.ones(requests, device=DEVICE), torch.zeros(requests, device=DEVICE)
+    )
+
+
 @pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
 def test_a_token_that_is_not_kept_is_never_drawn(filtered: bool) -> None:
     """The draft is accepted if it is all that is left, whatever the random number: that of one of
@@ -299,21 +306,16 @@ def test_a_token_that_is_not_kept_is_never_drawn(filtered: bool) -> None:
     logits[:, 77] = 1.0
     block, scores = torch.full((5, 2), 77, device=DEVICE), torch.zeros(5, 1, 1, device=DEVICE)
     proposal = Proposal(block, seeds > 0, block[:, :1, None].contiguous(), scores)
-    filters = SampleFilters(
-        torch.full((5,), 20, dtype=torch.int32, device=DEVICE),
-        torch.ones(5, device=DEVICE),
-        torch.zeros(5, device=DEVICE),
-    )
     for ops in (TorchOps(), TritonOps()):
-        tokens = ops.sample(logits, noise, filters if filtered else None, proposal)
+        tokens = ops.sample(logits, noise, top_20(5) if filtered else None, proposal)
         assert tokens.tolist() == [77] * 10
 
 
 @pytest.mark.parametrize("forbidden", [-torch.inf, -1e30], ids=str)
 @pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
 def test_the_target_has_what_is_drawn_if_nothing_is_left(forbidden: float, filtered: bool) -> None:
-    """As by rounding, where the draft's probabilities are no smaller than any of the target's: here
-    the draft is one that neither has, so it is rejected, and no token has anything left.
+    """The draft is one that neither model has, so it is rejected, and p - q leaves no token
+    anything. By rounding that happens wherever no probability of the target is above the draft's.
 
     SGLang writes the second number for -inf if it is asked to."""
     seeds = torch.arange(5, device=DEVICE)
@@ -323,11 +325,6 @@ def test_the_target_has_what_is_drawn_if_nothing_is_left(forbidden: float, filte
     candidates = torch.full((5, 1, 1), 77, device=DEVICE)
     block, scores = torch.full((5, 2), 78, device=DEVICE), torch.zeros(5, 1, 1, device=DEVICE)
     proposal = Proposal(block, seeds >= 0, candidates, scores)
-    filters = SampleFilters(
-        torch.full((5,), 20, dtype=torch.int32, device=DEVICE),
-        torch.ones(5, device=DEVICE),
-        torch.zeros(5, device=DEVICE),
-    )
     for ops in (TorchOps(), TritonOps()):
-        tokens = ops.sample(logits, noise, filters if filtered else None, proposal)
+        tokens = ops.sample(logits, noise, top_20(5) if filtered else None, proposal)
         assert tokens[::2].tolist() == [77] * 5
