@@ -233,7 +233,8 @@ def figures(passes: Sequence[Measured]) -> dict[str, Any]:
     `step_ms`: milliseconds between a request's steps, without its own prefill but with those of
     others in between, the median over answers. `step_without_prefills_ms`: the median of
     `steps_without_prefills`, None if every step met one. `first_token_ms`: from sending to the
-    first token, the median over answers. `prefill_batches_of_passes`: see `Measured`.
+    first token, the median over answers; `first_token_ms_of_passes` has all, ascending.
+    `prefill_batches_of_passes`: see `Measured`.
     `compiled_while_measured`: see `count_compilations`.
     """
     answers = [answer for each_pass in passes for answer in each_pass.all_answers]
@@ -252,6 +253,10 @@ def figures(passes: Sequence[Measured]) -> dict[str, Any]:
         "step_ms": milliseconds(map(step_ms, answers)),
         "step_without_prefills_ms": milliseconds(undisturbed) if undisturbed else None,
         "first_token_ms": milliseconds(1000 * answer.first_token_s for answer in answers),
+        "first_token_ms_of_passes": [
+            sorted(round(1000 * answer.first_token_s, 1) for answer in each_pass.all_answers)
+            for each_pass in passes
+        ],
         "acceptance_length": None if length is None else round(length, 3),
     }
 

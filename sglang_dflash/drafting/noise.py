@@ -183,6 +183,18 @@ class SampleFilters(NamedTuple):
     top_ps: Tensor
     min_ps: Tensor
 
+    def leave_out(self, ordered: Tensor) -> Tensor:
+        """Return which tokens are left out, bool `[R, ..., V]`.
+
+        Args:
+            ordered: float32 `[R, ..., V]`, probabilities in descending order.
+        """
+        top_ks, top_ps, min_ps = (part.view(-1, *[1] * (ordered.dim() - 1)) for part in self)
+        likelier = ordered.cumsum(-1) - ordered
+        left_out = torch.arange(ordered.shape[-1], device=ordered.device) >= top_ks
+        left_out = left_out | ((likelier > top_ps) & (top_ps < 1))
+        return left_out | (ordered < ordered[..., :1] * min_ps)
+
 
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """Gumbel noise float64 of integer tensors that broadcast, bit for bit SGLang's."""

@@ -103,17 +103,13 @@ def _left_out(logits: Tensor, scaled: Tensor, filters: SampleFilters) -> tuple[T
         logits: `[R, W, V]`; they decide the order of the tokens.
         scaled: float32, the same / temperature.
     """
-    top_k, top_p, min_p = (part[:, None, None] for part in filters)
     order = logits.sort(dim=-1, descending=True, stable=True).indices
-    probabilities = scaled.softmax(-1).gather(-1, order)
-    likelier = probabilities.cumsum(-1) - probabilities
-    left_out = torch.arange(logits.shape[-1], device=logits.device) >= top_k
-    left_out = left_out | ((likelier > top_p) & (top_p < 1))
-    left_out |= probabilities < probabilities[..., :1] * min_p
+    left_out = filters.leave_out(scaled.softmax(-1).gather(-1, order))
     # Of a row that keeps so many, a kernel does not look at all, but it knows if all are kept.
-    is_open = ((~left_out).sum(-1) >= MOST_CANDIDATES) & (top_k > MOST_CANDIDATES)[..., 0]
+    top_k, top_p, min_p = (part[:, None] for part in filters)
+    is_open = ((~left_out).sum(-1) >= MOST_CANDIDATES) & (top_k > MOST_CANDIDATES)
     is_touched = (top_k < logits.shape[-1]) | (top_p < 1) | (min_p > 0)
-    is_open &= is_touched[..., 0] & (logits.shape[-1] > MOST_CANDIDATES)
+    is_open &= is_touched & (logits.shape[-1] > MOST_CANDIDATES)
     return torch.zeros_like(left_out).scatter(-1, order, left_out), ~is_open
 
 

@@ -222,6 +222,7 @@ def test_times_of_a_level() -> None:
     ]
     row = figures(passes)
     assert row["first_token_ms"] == 2000 and row["step_without_prefills_ms"] == 2000
+    assert row["first_token_ms_of_passes"] == [[1000, 3000], [2000]]
     assert row["prefill_batches_of_passes"] == [2, 3]
     result = {"servers": {"ours": {"levels": {"1": row}}}, "speedup": {"ours": {"1": 2}}}
     assert cell(result, "ours", "1") == "0.3, 2.00x (2000.00, 2000.00; 2000.00)"

@@ -24,6 +24,8 @@ from sglang.srt.layers.sampler import (
 from sglang.srt.runtime_context import get_exec
 from torch import Tensor
 
+from sglang_dflash.drafting.noise import SampleFilters
+
 # Rows that are sampled at a time.
 ROWS = 64
 
@@ -104,12 +106,7 @@ def kept_weights(probs: Tensor, info: Any) -> Tensor:
     if get_exec().kernel.sampling_backend == "flashinfer":
         return _kept_by_kernels(probs, info)
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[-1], device=probs.device)
-    likelier = ordered.cumsum(-1) - ordered
-    top_ps = info.top_ps[:, None]
-    left_out = rank >= info.top_ks[:, None]
-    left_out |= (likelier > top_ps) & (top_ps < 1)
-    left_out |= ordered < ordered[:, :1] * info.min_ps[:, None]
+    left_out = SampleFilters(info.top_ks, info.top_ps, info.min_ps).leave_out(ordered)
     return torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill_(left_out, 0))
 
 
