@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from dflash_kernels import accept, text_match
+from dflash_kernels import accept, penalize, text_match
 from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
@@ -19,6 +19,7 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.noise import BlockNoise, Proposal, SampleFilters
+from sglang_dflash.drafting.penalties import Penalties, Penalty
 from sglang_dflash.drafting.recording_check import check_recording
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
 from sglang_dflash.drafting.recurrent.replay import fold_ as torch_fold_
@@ -209,6 +210,7 @@ def time_kernels(
     # Most first drafts are rejected.
     drafts = torch.cat((bonus[:, None], candidates[..., 0]), 1)
     drawn = Proposal(drafts, bonus >= 0, candidates, torch.zeros_like(candidates).float())
+    by_request = logits.unflatten(0, (requests, -1))
     rows = 1 + torch.arange(requests, device=device)
     request_slots = RequestSlots(texts, rows, lengths, TEXT)
     logits_bytes = logits.numel() * logits.element_size()
@@ -223,6 +225,7 @@ def time_kernels(
         "sample, filtered, drawn": (
             lambda: ops.sample(logits, noise, filters, drawn), logits_bytes
         ),
+        "penalties": _presence(ops, by_request, drafts),
         "accept": (lambda: ops.accept(ids, ids), sum(accept.traffic(requests, block))),
         "lookup": (
             lambda: ops.find_match(bonus, texts, request_slots, block - 1), lookup_bytes
@@ -230,6 +233,21 @@ def time_kernels(
     }  # fmt: skip
     runs |= model.head.timed_ops(logits, ids[:, 0], noise, _kernel_bytes)
     return {name: _time_op(device, run, floor) for name, (run, floor) in runs.items()}
+
+
+def _presence(ops: Any, logits: Tensor, block: Tensor) -> tuple[Callable[[], object], int]:
+    """Return a run of presence penalties, in place, and its fewest bytes.
+
+    Args:
+        logits: `[R, W, V]`.
+        block: int64 `[R, W]`, which follows no output.
+    """
+    requests, _, vocabulary = logits.shape
+    so_far = torch.zeros(requests, vocabulary, device=logits.device)
+    penalties = Penalties(presence=Penalty(so_far, torch.full_like(so_far[:, :1], 1.5)))
+    kinds = [kind is not None for kind in penalties]
+    least = penalize.traffic(logits.shape, logits.element_size(), kinds, [1] * requests)
+    return lambda: ops.penalize(logits, block, penalties), sum(least)
 
 
 def _kernel_bytes(kernel: str, *shape: int, **how: bool) -> int:

@@ -48,6 +48,7 @@ def test_all_parts_on_a_cpu(
         "sample, filtered",
         "sample, drawn",
         "sample, filtered, drawn",
+        "penalties",
         "candidates",
         "torch.topk",
         "walk",
@@ -223,9 +224,8 @@ def test_kernels_and_a_start_on_a_gpu(
     cuda, config = torch.device("cuda"), config_of("z-lab/Qwen3.8-27B-DFlash2")
     found = plans.time_kernels(config, 64, cuda, torch.bfloat16)
     assert set(found) == {
-        "sample", "sample, filtered", "sample, drawn", "sample, filtered, drawn", "accept",
-        "lookup", "candidates",
-        "torch.topk", "walk",
+        "sample", "sample, filtered", "sample, drawn", "sample, filtered, drawn", "penalties",
+        "accept", "lookup", "candidates", "torch.topk", "walk",
     }  # fmt: skip
     assert found["candidates"]["floor_bytes"] == 64 * 7 * 248320 * 2
     assert all(of["graph_ms"] == 2.0 for of in found.values())
