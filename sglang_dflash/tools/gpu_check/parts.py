@@ -245,8 +245,8 @@ def _presence(ops: Any, logits: Tensor, block: Tensor) -> tuple[Callable[[], obj
     requests, _, vocabulary = logits.shape
     so_far = torch.zeros(requests, vocabulary, device=logits.device)
     penalties = Penalties(presence=Penalty(so_far, torch.full_like(so_far[:, :1], 1.5)))
-    kinds = [kind is not None for kind in penalties]
-    least = penalize.traffic(logits.shape, logits.element_size(), kinds, [1] * requests)
+    is_given = [penalty is not None for penalty in penalties]
+    least = penalize.traffic(logits.shape, logits.element_size(), is_given, [1] * requests)
     return lambda: ops.penalize(logits, block, penalties), sum(least)
 
 
