@@ -51,14 +51,15 @@ class AcceptanceCounts:
         self._steps: Counter[int] = Counter()
 
     def add(self, steps: Sequence[RequestStep]) -> None:
-        for drafts, accepted, tokens in steps:
-            if not drafts:
-                self.undrafted += VerifySteps(1, tokens)
-                continue
-            self.drafted += VerifySteps(1, tokens)
-            self._steps[drafts] += 1
+        drafted = [step for step in steps if step.drafts]
+        tokens = sum(step.tokens for step in drafted)
+        self.drafted += VerifySteps(len(drafted), tokens)
+        others = sum(step.tokens for step in steps) - tokens
+        self.undrafted += VerifySteps(len(steps) - len(drafted), others)
+        self._steps.update(step.drafts for step in drafted)
+        for accepted, count in Counter(step.accepted for step in drafted).items():
             for position in range(accepted):
-                self.accepted[position] += 1
+                self.accepted[position] += count
 
     @property
     def acceptance_length(self) -> float | None:

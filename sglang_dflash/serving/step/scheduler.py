@@ -76,6 +76,10 @@ def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int =
     if new_accepted_len < 2 or request.finished():
         original(request, new_accepted_len)
         return
+    asked = request.sampling_params
+    # A text may match before some token, and not behind it. Every other reason is found at once.
+    if not (asked.stop_strs or asked.stop_regex_strs or _ends(original, request, new_accepted_len)):
+        return
     output, grammar = request.output_ids, request.grammar
     tokens = deque(output[-new_accepted_len:])
     del output[-new_accepted_len:]
@@ -92,6 +96,19 @@ def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int =
         # SGLang has counted all tokens of the step. An answer begins with its reasoning.
         tokens_through_stop = len(request.output_ids_through_stop)
         request.reasoning_tokens = min(request.reasoning_tokens, tokens_through_stop)
+
+
+def _ends(original: Any, request: Any, new_accepted_len: int) -> bool:
+    """Return whether the tokens of a step end a request, which stays as it was."""
+    output, to_finish = request.output_ids, request.to_finish
+    tokens = output[-new_accepted_len:]
+    original(request, new_accepted_len)
+    ends = request.finished()
+    if ends:
+        request.finished_reason = request.finished_len = None
+        request.to_finish = to_finish
+        output[-new_accepted_len:] = tokens
+    return ends
 
 
 def count_mixed_token(original: Any, processor: Any, batch: Any, result: Any) -> None:

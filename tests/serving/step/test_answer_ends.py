@@ -188,6 +188,22 @@ def test_answers_end_as_under_plain_decoding() -> None:
     assert ended > 300 and differ > 20
 
 
+def test_a_request_that_goes_on_is_judged_once() -> None:
+    """But for texts, of which one may match before the last token only."""
+    counts: list[int] = []
+
+    def judge(request: Req, count: int) -> None:
+        counts.append(count)
+        UPDATE(request, count)
+
+    for given in ({}, {"stop": ["?!"]}):
+        request = request_with(**given)
+        request.output_ids.extend(BEFORE + BLOCK[:4])
+        end_at_the_first_reason(judge, request, 4)
+        assert not request.finished() and list(request.output_ids) == BEFORE + BLOCK[:4]
+    assert counts == [4, 1, 1, 1, 1]
+
+
 def test_an_abort_ends_a_step_at_once() -> None:
     request = request_with()
     request.output_ids.extend(BEFORE + BLOCK)
@@ -232,7 +248,7 @@ def test_a_row_of_hidden_states_per_token_kept(mode: Any) -> None:
 @pytest.mark.parametrize("fails_at", range(1, 6))
 def test_a_request_is_whole_after_a_failure_between_its_tokens(fails_at: int) -> None:
     """After a contained failure the request has its grammar, and every token of the step."""
-    request, calls = request_with(), itertools.count(1)
+    request, calls = request_with(stop=["?"]), itertools.count(1)
     request.grammar = Ended()
     request.output_ids.extend(BEFORE + BLOCK[:5])
     grammar, looked_at = request.grammar, []
