@@ -22,13 +22,12 @@ LEAST_FREE_GIB = 1.0
 
 
 class CudaGraphRecorder:
-    """A `Recorder` by CUDA graphs, which share one memory pool of their own: the target's graphs
-    may still hold logits in theirs."""
+    """A `Recorder` by CUDA graphs. Those that are recorded together share a memory pool of their
+    own: the target's graphs may still hold logits in theirs."""
 
     def __init__(self) -> None:
         from sglang.srt.runtime_context import get_parallel
 
-        self._pool = torch.cuda.graph_pool_handle()
         self._group = get_parallel().tp_group
 
     def record(self, runs: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
@@ -39,19 +38,22 @@ class CudaGraphRecorder:
             get_or_create_global_graph_capture_stream,
         )
 
-        set_graph_pool_id(self._pool)
+        # Not the last one: the allocator refuses a pool whose graphs are gone while a tensor of
+        # theirs is left, as the last table of draft attention is.
+        pool = torch.cuda.graph_pool_handle()
+        set_graph_pool_id(pool)
         torch.cuda.empty_cache()
         # Opened once: at its end the ranks exchange the addresses of their all-reduce buffers.
         with (
             freeze_gc(False),
             graph_capture(stream=get_or_create_global_graph_capture_stream()) as context,
         ):
-            replays = [self._record(run) for run in runs]
+            replays = [self._record(run, pool) for run in runs]
         torch.cuda.current_stream().wait_stream(context.stream)
         torch.cuda.synchronize()
         return replays
 
-    def _record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def _record(self, run: Callable[[], None], pool: Any) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         # Kernels are compiled and libraries initialized before the capture.
         for _ in range(2):
@@ -59,7 +61,7 @@ class CudaGraphRecorder:
             self._group.barrier()
             run()
         torch.cuda.synchronize()
-        graph.capture_begin(pool=self._pool)
+        graph.capture_begin(pool=pool)
         try:
             run()
         finally:

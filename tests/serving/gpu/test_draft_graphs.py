@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -53,12 +54,14 @@ def test_the_targets_sizes_are_taken(most: int, expected: tuple[int, ...], sizes
 
 
 def test_all_steps_are_captured_in_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of each, ranks exchange the addresses of their all-reduce buffers."""
-    seen: list[str] = []
+    """At the end of each, ranks exchange the addresses of their all-reduce buffers. Each has a
+    memory pool of its own."""
+    seen, pools, handles = list[str](), list[int](), itertools.count()
 
     class Graph:
-        def capture_begin(self, pool: object) -> None:
+        def capture_begin(self, pool: int) -> None:
             seen.append("begin")
+            pools.append(pool)
 
         def capture_end(self) -> None:
             seen.append("end")
@@ -78,7 +81,7 @@ def test_all_steps_are_captured_in_one_session(monkeypatch: pytest.MonkeyPatch) 
         (srt + "distributed.device_communicators.pynccl_allocator.set_graph_pool_id", None),
         (srt + "model_executor.runner_utils.pool.get_or_create_global_graph_capture_stream", None),
         ("torch.cuda.CUDAGraph", Graph),
-        ("torch.cuda.graph_pool_handle", None),
+        ("torch.cuda.graph_pool_handle", lambda: next(handles)),
         ("torch.cuda.synchronize", None),
         ("torch.cuda.empty_cache", None),
     ):
@@ -87,10 +90,13 @@ def test_all_steps_are_captured_in_one_session(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("torch.cuda.current_stream", lambda: stream)
     group = SimpleNamespace(barrier=lambda: None)
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_group=group))
-    first, second = CudaGraphRecorder().record([lambda: seen.append("a"), lambda: seen.append("b")])
+    recorder = CudaGraphRecorder()
+    first, second = recorder.record([lambda: seen.append("a"), lambda: seen.append("b")])
     once = [["a", "a", "begin", "a", "end"], ["b", "b", "begin", "b", "end"]]
     assert seen == ["open", *once[0], *once[1], "close"]
     assert first != second
+    recorder.record([lambda: None])
+    assert pools == [0, 0, 1]
 
 
 @pytest.mark.parametrize(("free", "recorded"), [(0.9, False), (1.1, True)])
