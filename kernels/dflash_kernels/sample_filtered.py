@@ -45,8 +45,8 @@ from dflash_kernels.traffic import Traffic
 from sglang_dflash.checkpoint.heads.dflash2 import MOST_CANDIDATES
 from sglang_dflash.drafting.noise import BlockNoise, Proposal, SampleFilters
 
-# Columns of a turn.
-BLOCK = 1024
+# Columns of a turn, and those of a row that is searched anew: one program goes over all of it.
+BLOCK, WIDE_BLOCK = 1024, 2048
 _OPEN, _WHOLE = tl.constexpr(OPEN), tl.constexpr(WHOLE)
 
 
@@ -241,14 +241,15 @@ def sample_filtered(
     splits = best.shape[1]
     ranks, likelier = torch.empty(2, count, splits, dtype=torch.float32, device=device)
     tries = (ranks.view(torch.int32), likelier, best, best_ids)
-    sizes |= {"BLOCK_SPLITS": triton.next_power_of_2(splits), "BLOCK": BLOCK}
+    sizes["BLOCK_SPLITS"] = triton.next_power_of_2(splits)
     rank_samples_kernel[(count, splits)](
         *tries, out, logits, maxima, sums, noise.temperatures, logits.stride(0), width, positions,
-        parts, splits, CHUNK=CHUNK, **sizes,
+        parts, splits, CHUNK=CHUNK, BLOCK=BLOCK, **sizes,
     )  # fmt: skip
     sample_others_kernel[(count,)](
-        out, *tries, logits, *rows, logits.stride(0), width, positions, parts, splits, **sizes
-    )
+        out, *tries, logits, *rows, logits.stride(0), width, positions, parts, splits, **sizes,
+        BLOCK=WIDE_BLOCK, num_warps=16,
+    )  # fmt: skip
 
 
 def traffic(values: Tensor, width: int) -> Traffic:

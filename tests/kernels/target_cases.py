@@ -61,14 +61,15 @@ def filter_cases() -> list[Case]:
     k = MOST_CANDIDATES
     top = {"TOP": k, "BLOCK_TOP": k, "HAS_PROPOSAL": True}
     no_proposal = {"HAS_PROPOSAL": False, **dict.fromkeys(PROPOSAL), "K": 1, "BLOCK_Q": 1}
-    block = {"BLOCK": sample_filtered.BLOCK}
+    chunk = {"BLOCK": sample_filtered.BLOCK, "CHUNK": sample_filtered.CHUNK}
+    row = {"BLOCK": sample_filtered.WIDE_BLOCK}
     found = []
     for name, constants, warps in (
         ("sample_candidates", top | no_proposal, 1),
         ("sample_candidates drawn", top | DRAWN, 4),
         (f"sample_candidates drawn k{k}", top | {"K": k, "BLOCK_Q": k}, 4),
-        ("rank_samples", block | SPLITS | {"CHUNK": sample_filtered.CHUNK}, 4),
-        ("sample_others", block | SPLITS, 4),
+        ("rank_samples", chunk | SPLITS, 4),
+        ("sample_others", row | SPLITS, 16),
     ):
         kernel = getattr(sample_filtered, f"{name.split()[0]}_kernel")
         ids = {} if name.startswith("sample_candidates") else {"p_ids": "*i32"}
