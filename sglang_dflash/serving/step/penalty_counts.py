@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sglang_dflash.serving.step.batch import to_device
+
 
 class Counted(NamedTuple):
     """The fields of a penalizer: sums by token `[R, V]`, and each request's penalty `[R, 1]`."""
@@ -100,11 +102,8 @@ def count_from_the_start(_result: None, orchestrator: Any, *_: Any, **__: Any) -
     if any(outputs):
         rows = [row for row, output in enumerate(outputs) for _ in output]
         tokens = [token for output in outputs for token in output]
-        count(
-            orchestrator,
-            torch.tensor(rows, device=orchestrator.device),
-            torch.tensor(tokens, device=orchestrator.device)[:, None],
-        )
+        rows_and_tokens = to_device(torch.tensor((rows, tokens)), orchestrator.device)
+        count(orchestrator, rows_and_tokens[0], rows_and_tokens[1][:, None])
 
 
 def count(orchestrator: Any, rows: Tensor, tokens: Tensor, is_new: Tensor | None = None) -> None:

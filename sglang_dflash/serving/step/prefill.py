@@ -132,10 +132,10 @@ def write_texts(batch: ScheduleBatch, lookup: Lookup) -> None:
     decoding_ids = {id(request) for request in decoding or ()}
     prompts = {}
     for batch_row, request in enumerate(batch.reqs):
-        tokens = [*request.origin_input_ids, *request.output_ids]
+        length = len(request.origin_input_ids) + len(request.output_ids)
         end = batch.prefix_lens[batch_row] + batch.extend_lens[batch_row]
-        if id(request) not in decoding_ids and end == len(tokens):
-            prompts[batch_row] = tokens
+        if id(request) not in decoding_ids and end == length:
+            prompts[batch_row] = [*request.origin_input_ids, *request.output_ids]
     _write_whole(prompts, table_rows, lookup)
 
 
