@@ -15,7 +15,7 @@ import functools
 import logging
 import pkgutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -97,12 +97,17 @@ def patch_rows(home: str, *table: tuple[Any, ...]) -> tuple[Patch, ...]:
 
 @dataclass(frozen=True)
 class LazyImport:
-    """A function that imports `MODULE:NAME` when it is called. Equal paths compare equal."""
+    """A function that imports `MODULE:NAME` when it is first called: some are called for each
+    request of each step. Equal paths compare equal."""
 
     path: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return pkgutil.resolve_name(self.path)(*args, **kwargs)
+        return self._function(*args, **kwargs)
+
+    @functools.cached_property
+    def _function(self) -> Callable[..., Any]:
+        return pkgutil.resolve_name(self.path)
 
 
 def install(rows: Iterable[Patch]) -> None:

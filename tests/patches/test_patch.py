@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -332,12 +333,18 @@ def test_changes_after_ours_are_found(mod: ModuleType, foreign: ModuleType) -> N
         verify(rows[4:])
 
 
-def test_a_lazy_function_is_imported_when_it_is_called() -> None:
+def test_a_lazy_function_is_imported_when_it_is_first_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     late = LazyImport("rival_plugin:bare")
     assert late == LazyImport("rival_plugin:bare") != LazyImport("rival_plugin:wrapping")
     with pytest.raises(ModuleNotFoundError):
         late()
-    assert LazyImport("operator:add")(1, 2) == 3
+    add = LazyImport("operator:add")
+    assert add(1, 2) == 3
+    # It is looked up once.
+    monkeypatch.delattr(operator, "add")
+    assert add(1, 3) == 4
 
 
 def test_what_fails_at_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
