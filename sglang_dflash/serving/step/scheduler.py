@@ -10,6 +10,9 @@ from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.metrics.counts import RequestStep
 from sglang_dflash.serving.step.batch import get_spec, serves_dflash
 
+# What a text has in place of a part of a character.
+INCOMPLETE = "\ufffd"
+
 
 def serve_hidden_states(original: Any, request: Any, enable_overlap: bool) -> str | None:
     """Around `validate_dflash_request`, which refuses `return_hidden_states` under overlap only."""
@@ -76,9 +79,7 @@ def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int =
     if new_accepted_len < 2 or request.finished():
         original(request, new_accepted_len)
         return
-    asked = request.sampling_params
-    # A text may match before some token, and not behind it. Every other reason is found at once.
-    if not (asked.stop_strs or asked.stop_regex_strs or _ends(original, request, new_accepted_len)):
+    if not (_may_end_unseen(request) or _ends(original, request, new_accepted_len)):
         return
     output, grammar = request.output_ids, request.grammar
     tokens = deque(output[-new_accepted_len:])
@@ -96,6 +97,18 @@ def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int =
         # SGLang has counted all tokens of the step. An answer begins with its reasoning.
         tokens_through_stop = len(request.output_ids_through_stop)
         request.reasoning_tokens = min(request.reasoning_tokens, tokens_through_stop)
+
+
+def _may_end_unseen(request: Any) -> bool:
+    """Return whether a stop may match the text up to some token, and not the text that goes on:
+    with `$`, inside of a character, or if decoding drops spaces before what follows."""
+    asked = request.sampling_params
+    if asked.stop_regex_strs:
+        return True
+    return bool(asked.stop_strs) and (
+        any(INCOMPLETE in text for text in asked.stop_strs)
+        or getattr(request.tokenizer, "clean_up_tokenization_spaces", True) is not False
+    )
 
 
 def _ends(original: Any, request: Any, new_accepted_len: int) -> bool:

@@ -188,20 +188,43 @@ def test_answers_end_as_under_plain_decoding() -> None:
     assert ended > 300 and differ > 20
 
 
-def test_a_request_that_goes_on_is_judged_once() -> None:
-    """But for texts, of which one may match before the last token only."""
+@pytest.mark.parametrize(
+    ("given", "at_once"),
+    [
+        ({}, True),
+        ({"stop": ["?!"]}, True),
+        ({"stop": ["?!", "\ufffd"]}, False),
+        ({"stop_regex": ["[?]!"]}, False),
+    ],
+    ids=str,
+)
+def test_a_request_that_goes_on_is_judged_once(given: dict[str, Any], at_once: bool) -> None:
+    """But for texts that may match before the last token only."""
     counts: list[int] = []
 
     def judge(request: Req, count: int) -> None:
         counts.append(count)
         UPDATE(request, count)
 
-    for given in ({}, {"stop": ["?!"]}):
-        request = request_with(**given)
-        request.output_ids.extend(BEFORE + BLOCK[:4])
-        end_at_the_first_reason(judge, request, 4)
-        assert not request.finished() and list(request.output_ids) == BEFORE + BLOCK[:4]
-    assert counts == [4, 1, 1, 1, 1]
+    request = request_with(**given)
+    request.output_ids.extend(BEFORE + BLOCK[:4])
+    end_at_the_first_reason(judge, request, 4)
+    assert not request.finished() and list(request.output_ids) == BEFORE + BLOCK[:4]
+    assert counts == ([4] if at_once else [1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(("stop", "text"), [("\ufffd", "a\u4e2d"), ("do n", "do n't")])
+def test_a_text_that_goes_on_has_matched(
+    stop: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside of a character, or before what drops a space."""
+    tokens, decode = TOKENIZER.encode(text), TOKENIZER.decode
+    monkeypatch.setattr(TOKENIZER, "decode", lambda ids: decode(ids).replace(" n't", "n't"))
+    monkeypatch.setattr(TOKENIZER, "clean_up_tokenization_spaces", True)
+    assert stop not in TOKENIZER.decode(tokens)
+    plain = answered(UPDATE, tokens, [1] * len(tokens), stop=[stop])
+    assert plain[1] is not None
+    assert answered(ours, tokens, [len(tokens)], stop=[stop]) == plain
 
 
 def test_an_abort_ends_a_step_at_once() -> None:
@@ -248,7 +271,7 @@ def test_a_row_of_hidden_states_per_token_kept(mode: Any) -> None:
 @pytest.mark.parametrize("fails_at", range(1, 6))
 def test_a_request_is_whole_after_a_failure_between_its_tokens(fails_at: int) -> None:
     """After a contained failure the request has its grammar, and every token of the step."""
-    request, calls = request_with(stop=["?"]), itertools.count(1)
+    request, calls = request_with(stop_regex=["[?]"]), itertools.count(1)
     request.grammar = Ended()
     request.output_ids.extend(BEFORE + BLOCK[:5])
     grammar, looked_at = request.grammar, []
