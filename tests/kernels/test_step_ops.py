@@ -250,7 +250,8 @@ def test_a_request_without_filters_is_sampled_as_without_those_of_others(
         (sample_filtered, "BLOCK", 32),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
-    requests, positions, vocab = 30, 3, 200
+    # Each filter has two requests beside three without one.
+    requests, positions, vocab = 12, 2, 200
     logits = torch.arange(vocab, device=DEVICE) * -0.01
     logits = logits + 0.05 * torch.randn(requests * positions, vocab, device=DEVICE)
     seeds = torch.randint(-(2**63), 2**63 - 1, (requests,), device=DEVICE)
