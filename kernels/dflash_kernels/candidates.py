@@ -137,19 +137,14 @@ def candidates(values: Tensor, columns: Tensor, logits: Tensor, sums: Sums | Non
         raise ValueError(f"values: {k} of each row; at most {MOST_CANDIDATES} can be taken")
     if not count:
         return
-    best, width = _largest_of_chunks(logits, sums), logits.shape[1]
+    best, width = largest_of_chunks(logits, sums), logits.shape[1]
     candidates_kernel[(count,)](
         values, columns, best, logits, logits.stride(0), width, best.shape[1],
         K=k, TOP=top(k), CHUNK=CHUNK, BLOCK=block(width, k), num_warps=8,
     )  # fmt: skip
 
 
-def sum_parts(logits: Tensor, sums: Sums) -> None:
-    """Write the sums of logits `[N, V]`."""
-    _largest_of_chunks(logits, sums)
-
-
-def _largest_of_chunks(logits: Tensor, sums: Sums | None) -> Tensor:
+def largest_of_chunks(logits: Tensor, sums: Sums | None) -> Tensor:
     """The largest of every chunk of columns, int32 `[N, C]`; the `sums` are written."""
     count, width = logits.shape
     chunks = triton.cdiv(width, CHUNK)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -22,10 +20,7 @@ from dflash_kernels.sample_whole import sample_whole
 from dflash_kernels.silu_mul import silu_mul
 from dflash_kernels.text_match import find_match
 from dflash_kernels.walk import walk
-from sglang_dflash.checkpoint.draft_config import Reach
 from sglang_dflash.drafting.acceptance import Accepted
-from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
-from sglang_dflash.drafting.kv import Tags
 from sglang_dflash.drafting.noise import (
     RULES,
     BlockNoise,
@@ -34,13 +29,6 @@ from sglang_dflash.drafting.noise import (
 )
 from sglang_dflash.drafting.ops import Edges, TorchOps
 from sglang_dflash.drafting.rope import Rotary
-
-
-class Rotation(NamedTuple):
-    """Positions int64 `[N]`, and the frequencies to turn them into angles."""
-
-    rotary: Rotary
-    positions: Tensor
 
 
 class TritonOps(TorchOps):
@@ -52,15 +40,7 @@ class TritonOps(TorchOps):
     learn_source = staticmethod(learn_source)
     place_in_ring = staticmethod(place_in_ring)
     penalize = staticmethod(penalize)
-
-    def context_table(
-        self, requests: RequestSlots, reach: Reach, tags: Tags | None
-    ) -> ContextTable:
-        req_to_token, rows, seq_lens, _ = requests
-        shape = len(rows), requests.columns(reach)
-        entries = torch.empty(shape, dtype=torch.int32, device=rows.device)
-        context_table(entries, req_to_token, rows, seq_lens, reach, tags)
-        return ContextTable(entries, seq_lens)
+    fill_context_table = staticmethod(context_table)
 
     def prepare_block(
         self, bonus: Tensor, seq_lens: Tensor, block: int, mask_id: int
@@ -71,9 +51,11 @@ class TritonOps(TorchOps):
         prepare_block(ids, positions, bonus, seq_lens, mask_id)
         return ids, positions
 
-    def rotation(self, rotary: Rotary, positions: Tensor, dtype: torch.dtype) -> Rotation:
+    def rotation(
+        self, rotary: Rotary, positions: Tensor, dtype: torch.dtype
+    ) -> tuple[Rotary, Tensor]:
         del dtype
-        return Rotation(rotary, positions.flatten())
+        return rotary, positions.flatten()
 
     def add_rms_norm(
         self,
@@ -96,7 +78,7 @@ class TritonOps(TorchOps):
         qkv: Tensor,
         q_weight: Tensor,
         k_weight: Tensor,
-        rotation: Rotation,
+        rotation: tuple[Rotary, Tensor],
         heads: int,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_kernels.candidates import Sums, part_count, sum_parts
+from dflash_kernels.candidates import Sums, largest_of_chunks, part_count
 from dflash_kernels.noise import (
     begin_hash,
     begin_hash_anew,
@@ -218,7 +218,7 @@ def sample_whole(out: Tensor, logits: Tensor, noise: BlockNoise, proposal: Propo
     if proposal is not None:
         maxima, totals = torch.empty(2, count, parts, dtype=torch.float32, device=logits.device)
         sums, states = Sums(maxima, totals, noise.temperatures), out
-        sum_parts(logits, sums)
+        largest_of_chunks(logits, sums)
         judge_drafts_kernel[(count,)](
             out, logits, *noise, maxima, totals, *proposal, logits.stride(0),
             *proposal_shape(proposal, count // len(noise.seeds)), parts, **proposal_sizes(proposal),

@@ -72,17 +72,14 @@ class BlockNoise(NamedTuple):
     temperatures: Tensor
     seq_lens: Tensor
 
-    def scores(
-        self, logits: Tensor, ids: Tensor, first: int = 1, scale: LogitScale = PLAIN
-    ) -> Tensor:
-        """Return the scores that coupled drafts are the argmax of: scaled logits / temperature +
-        noise, or the plain logits for a greedy request.
+    def scores(self, logits: Tensor, ids: Tensor, first: int = 1) -> Tensor:
+        """Return the scores that coupled drafts are the argmax of: logits / temperature + noise,
+        or the plain logits for a greedy request.
 
         Args:
             logits: `[R, P, K]`, of P drafts in a row.
             ids: int64, the token ids of the logits: `[K]` or `[R, P, K]`.
             first: which draft of the block, 1 to B - 1, the first of the P is.
-            scale: of the logits.
 
         Returns:
             float32 `[R, P, K]`.
@@ -92,7 +89,7 @@ class BlockNoise(NamedTuple):
         noise = gumbel(self.seeds[:, None, None], positions, ids).float()
         temperatures = self.temperatures[:, None, None]
         is_sampled = temperatures > 0
-        return (scale(logits) / temperatures + noise).where(is_sampled, logits.float())
+        return (logits.float() / temperatures + noise).where(is_sampled, logits.float())
 
     def log_weights(self, scores: Tensor) -> Tensor:
         """Return scores float32 `[R, K]` / temperature; the scores of a greedy request."""

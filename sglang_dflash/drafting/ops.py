@@ -45,6 +45,7 @@ class TorchOps:
     place_in_ring = staticmethod(place_in_ring)
     penalize = staticmethod(penalize)
     sample = staticmethod(sample)
+    fill_context_table = staticmethod(fill_context_table)
 
     def context_table(
         self, requests: RequestSlots, reach: Reach, tags: Tags | None
@@ -53,7 +54,7 @@ class TorchOps:
         req_to_token, rows, seq_lens, _ = requests
         shape = len(rows), requests.columns(reach)
         entries = torch.empty(shape, dtype=torch.int32, device=rows.device)
-        fill_context_table(entries, req_to_token, rows, seq_lens, reach, tags)
+        self.fill_context_table(entries, req_to_token, rows, seq_lens, reach, tags)
         return ContextTable(entries, seq_lens)
 
     def prepare_block(

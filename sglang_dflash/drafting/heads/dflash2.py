@@ -125,7 +125,6 @@ class CandidateSelector(nn.Module):
 
     def __init__(self, width: int, vocab_size: int, config: Selector) -> None:
         super().__init__()
-        self.top_k = config.top_k
         self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, config.rank))
         self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, config.rank))
         self.hidden_projection = nn.Linear(width, config.rank, bias=False)

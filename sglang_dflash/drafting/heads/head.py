@@ -75,26 +75,3 @@ class TargetHead:
             return tokens
         at = torch.searchsorted(self.token_ids, tokens).clamp(max=len(self.token_ids) - 1)
         return at.where(self.token_ids[at] == tokens, -1)
-
-
-def by_request(
-    gaps: Callable[..., tuple[Tensor, Tensor]],
-    hidden: Tensor,
-    bonus: Tensor,
-    ids: Tensor,
-    noise: BlockNoise | None,
-) -> Tensor:
-    """A `shortfall` of R requests, one after the other: the scores of a whole batch, whose noise is
-    float64, are gigabytes.
-
-    Args:
-        gaps: of some requests, how much smaller the scores of `ids` are than the largest ones, and
-            the largest score.
-    """
-    parts = []
-    for request in range(len(ids)):
-        row = slice(request, request + 1)
-        own_noise = None if noise is None else BlockNoise(*(part[row] for part in noise))
-        parts.append(gaps(hidden[row], bonus[row], ids[row], own_noise))
-    short, largest = zip(*parts, strict=True)
-    return torch.cat(short) / torch.stack(largest).amax()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.drafting.heads.head import Around, DraftHead, TargetHead, by_request, unchanged
+from sglang_dflash.drafting.heads.head import Around, DraftHead, TargetHead, unchanged
 from sglang_dflash.drafting.noise import (
     LIKELIEST,
     PLAIN,
@@ -169,11 +169,20 @@ class CandidateHead:
     def shortfall(
         self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None = None
     ) -> Tensor:
-        return by_request(self._gaps, hidden, bonus, ids, noise)
+        # The scores of a whole batch, whose noise is float64, are gigabytes.
+        gaps = []
+        for request in range(len(ids)):
+            row = slice(request, request + 1)
+            own_noise = None if noise is None else BlockNoise(*(part[row] for part in noise))
+            gaps.append(self._gaps(hidden[row], bonus[row], ids[row], own_noise))
+        short, largest = zip(*gaps, strict=True)
+        return torch.cat(short) / torch.stack(largest).amax()
 
     def _gaps(
         self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None
     ) -> tuple[Tensor, Tensor]:
+        """Return how much smaller the scores of `ids` are than the largest ones, and the largest
+        score."""
         drafts = hidden[:, 1:]
         logits = self.target.logits(drafts.flatten(0, 1))
         values, candidates = self._candidates(logits)

@@ -115,9 +115,6 @@ class CpuAttentionBackend(AttentionBackend):
         self.pieces: dict[bool, list[AttentionCall]] = {}
         self.write_loc: Any = None
 
-    def support_triton(self) -> bool:
-        return False
-
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 

@@ -21,8 +21,6 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """A CPU without accelerator: torch kernels only, no Triton, no graphs."""
 
     _enum = PlatformEnum.OOT
-    device_name = "cpu"
-    device_type = "cpu"
 
     def get_device(self, device_id: int | None = None) -> str:
         return "cpu"
@@ -87,9 +85,6 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_dflash.plugins.platform_cpu.attention import speculative_cache_locs
 
         return speculative_cache_locs
-
-    def is_pin_memory_available(self, device: Any = None) -> bool:
-        return False
 
     def get_torch_profiler_activity_str(self) -> str:
         return self.get_torch_profiler_activity().name

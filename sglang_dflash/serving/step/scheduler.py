@@ -102,11 +102,11 @@ def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int =
 def _may_end_unseen(request: Any) -> bool:
     """Return whether a stop may match the text up to some token, and not the text that goes on:
     with `$`, inside of a character, or if decoding drops spaces before what follows."""
-    asked = request.sampling_params
-    if asked.stop_regex_strs:
+    params = request.sampling_params
+    if params.stop_regex_strs:
         return True
-    return bool(asked.stop_strs) and (
-        any(INCOMPLETE in text for text in asked.stop_strs)
+    return bool(params.stop_strs) and (
+        any(INCOMPLETE in stop for stop in params.stop_strs)
         or getattr(request.tokenizer, "clean_up_tokenization_spaces", True) is not False
     )
 
