@@ -10,9 +10,6 @@ from sglang_dflash.patches.restored import restored
 from sglang_dflash.serving.metrics.counts import RequestStep
 from sglang_dflash.serving.step.batch import get_spec, serves_dflash
 
-# What a text has in place of a part of a character.
-INCOMPLETE = "\ufffd"
-
 
 def serve_hidden_states(original: Any, request: Any, enable_overlap: bool) -> str | None:
     """Around `validate_dflash_request`, which refuses `return_hidden_states` under overlap only."""
@@ -101,12 +98,12 @@ def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int =
 
 def _may_end_unseen(request: Any) -> bool:
     """Return whether a stop may match the text up to some token, and not the text that goes on:
-    with `$`, inside of a character, or if decoding drops spaces before what follows."""
+    with `$`, inside of a character (U+FFFD), or if decoding drops spaces before what follows."""
     params = request.sampling_params
     if params.stop_regex_strs:
         return True
     return bool(params.stop_strs) and (
-        any(INCOMPLETE in stop for stop in params.stop_strs)
+        any("\ufffd" in stop for stop in params.stop_strs)
         or getattr(request.tokenizer, "clean_up_tokenization_spaces", True) is not False
     )
 

@@ -213,14 +213,16 @@ def test_a_request_that_goes_on_is_judged_once(given: dict[str, Any], at_once: b
     assert counts == ([4] if at_once else [1, 1, 1, 1])
 
 
-@pytest.mark.parametrize(("stop", "text"), [("\ufffd", "a\u4e2d"), ("do n", "do n't")])
+@pytest.mark.parametrize(
+    ("stop", "text", "drops_spaces"), [("\ufffd", "a\u4e2d", False), ("do n", "do n't", True)]
+)
 def test_a_text_that_goes_on_has_matched(
-    stop: str, text: str, monkeypatch: pytest.MonkeyPatch
+    stop: str, text: str, drops_spaces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inside of a character, or before what drops a space."""
     tokens, decode = TOKENIZER.encode(text), TOKENIZER.decode
     monkeypatch.setattr(TOKENIZER, "decode", lambda ids: decode(ids).replace(" n't", "n't"))
-    monkeypatch.setattr(TOKENIZER, "clean_up_tokenization_spaces", True)
+    monkeypatch.setattr(TOKENIZER, "clean_up_tokenization_spaces", drops_spaces)
     assert stop not in TOKENIZER.decode(tokens)
     plain = answered(UPDATE, tokens, [1] * len(tokens), stop=[stop])
     assert plain[1] is not None
