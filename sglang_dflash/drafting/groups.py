@@ -18,6 +18,7 @@ from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.ops import context_table
 
 
 class ContextWrite(NamedTuple):
@@ -60,7 +61,7 @@ class KVGroup:
 
     def prepare(self, model: DraftModel, requests: RequestSlots, counters: DraftCounters) -> None:
         """Find the context of a step's requests, and hand it to the attention."""
-        table = model.ops.context_table(requests, self.reach, self.cache.tags)
+        table = context_table(model.ops, requests, self.reach, self.cache.tags)
         if isinstance(self.cache, RingKVCache):
             counters.add_context(table)
         self.attention.prepare(self.cache.kv, table)

@@ -47,16 +47,6 @@ class TorchOps:
     sample = staticmethod(sample)
     fill_context_table = staticmethod(fill_context_table)
 
-    def context_table(
-        self, requests: RequestSlots, reach: Reach, tags: Tags | None
-    ) -> ContextTable:
-        """Find the entries that each request reads, and mark in `tags` that they are in use."""
-        req_to_token, rows, seq_lens, _ = requests
-        shape = len(rows), requests.columns(reach)
-        entries = torch.empty(shape, dtype=torch.int32, device=rows.device)
-        self.fill_context_table(entries, req_to_token, rows, seq_lens, reach, tags)
-        return ContextTable(entries, seq_lens)
-
     def prepare_block(
         self, bonus: Tensor, seq_lens: Tensor, block: int, mask_id: int
     ) -> tuple[Tensor, Tensor]:
@@ -211,6 +201,17 @@ class TorchOps:
         if noise is None:
             return walks[0], None
         return torch.stack(walks), torch.stack(drawn_by, 1)
+
+
+def context_table(
+    ops: TorchOps, requests: RequestSlots, reach: Reach, tags: Tags | None
+) -> ContextTable:
+    """Find the entries that each request reads, and mark in `tags` that they are in use."""
+    req_to_token, rows, seq_lens, _ = requests
+    shape = len(rows), requests.columns(reach)
+    entries = torch.empty(shape, dtype=torch.int32, device=rows.device)
+    ops.fill_context_table(entries, req_to_token, rows, seq_lens, reach, tags)
+    return ContextTable(entries, seq_lens)
 
 
 class Edges(NamedTuple):

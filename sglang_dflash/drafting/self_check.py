@@ -21,7 +21,7 @@ from sglang_dflash.drafting.draft_source import CLASSES, DraftsBySource, DraftSo
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.ops import TorchOps, context_table
 from sglang_dflash.drafting.random_inputs import Cases, RandomInputs
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
@@ -191,10 +191,10 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         ops.write_context(cache, kv.clone(), places, of_context, norms, rotary, eps)
         return (cache[:-1],)
 
-    def context_table(ops: TorchOps) -> Sequence[Tensor]:
+    def find_context(ops: TorchOps) -> Sequence[Tensor]:
         in_use = torch.zeros(CONTEXT + 1, dtype=torch.bool, device=draw.device)
         tags = Tags(entry_of, owner, in_use)
-        return ops.context_table(requests, WHOLE_CONTEXT, tags).entries, in_use
+        return context_table(ops, requests, WHOLE_CONTEXT, tags).entries, in_use
 
     cases: Cases = {
         "add_rms_norm": lambda ops: ops.add_rms_norm(
@@ -203,7 +203,7 @@ def _step_cases(model: DraftModel, block: int, verify_block: int) -> Cases:
         "qk_norm_rope": qk_norm_rope,
         "silu_mul": lambda ops: (ops.silu_mul(gate_up.clone()),),
         "write_context": write_context,
-        "context_table": context_table,
+        "fill_context_table": find_context,
         "place_in_ring": partial(_places, draw.ints(0, 2, CONTEXT + 1) > 0),
         "prepare_block": lambda ops: ops.prepare_block(
             bonus, seq_lens, block, config.mask_token_id

@@ -50,7 +50,7 @@ class DraftMemory(NamedTuple):
     # the pool of states, a ring's 5 bytes per entry and 4 per target token are charged with its
     # K/V, and `Staging` is in host memory.
     scratch_kv: int = 0  # DraftKVCache
-    context_tables: int = 0  # in each step TorchOps.context_table, and PagedAttention.prepare
+    context_tables: int = 0  # in each step ops.context_table, and PagedAttention.prepare
     attention_workspace: int = 0  # TritonAttention; in each layer TorchAttention
     graph_buffers: int = 0  # GraphedDrafter
     logits: int = 0  # in each step TargetHead.logits and the draft head

@@ -13,7 +13,7 @@ from sglang_dflash.checkpoint.draft_config import WHOLE_CONTEXT
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.ops import TorchOps, context_table
 from tests.conftest import write_kv
 
 TARGET_SLOTS = 24
@@ -33,7 +33,7 @@ def read_by_request(cache: DraftKVCache, targets: list[int]) -> list[int]:
     """Entries of the target slots of one running request, -1 for lost ones."""
     slots, one = torch.tensor([targets], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     request = RequestSlots(slots, one, one + len(targets), len(targets))
-    return TorchOps().context_table(request, WHOLE_CONTEXT, cache.tags).entries[0].tolist()
+    return context_table(TorchOps(), request, WHOLE_CONTEXT, cache.tags).entries[0].tolist()
 
 
 class PlainRing:

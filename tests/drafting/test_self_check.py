@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
-from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.draft_counters import DraftCounts
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.groups import KVGroup
@@ -33,7 +32,7 @@ from tests.drafting.test_paged_attention import plain_kernel
 from tests.drafting.test_recording import DFLASH2, MIXED, drafter_of, table
 from tests.recording import OpRecorder
 
-OPS = ["add_rms_norm", "qk_norm_rope", "silu_mul", "write_context", "context_table",
+OPS = ["add_rms_norm", "qk_norm_rope", "silu_mul", "write_context", "fill_context_table",
        "place_in_ring", "prepare_block", "penalize", "sample", "accept", "find_match",
        "choose_source", "learn_source", "convolve", "candidates", "walk"]  # fmt: skip
 BLOCK = 4
@@ -55,13 +54,14 @@ class Other:
             if name in ("write_context", "penalize"):
                 args[0][-2] += self._change
                 return out
+            if name == "fill_context_table":
+                args[0][-2] += 1
+                return out
             if name == "learn_source":
                 args[0].totals += self._change
                 return out
             parts = [out] if isinstance(out, Tensor) else list(out)
             parts[0] = parts[0] + (self._change if parts[0].is_floating_point() else 1)
-            if isinstance(out, ContextTable):
-                return ContextTable(*parts)
             return parts[0] if isinstance(out, Tensor) else tuple(parts)
 
         return run

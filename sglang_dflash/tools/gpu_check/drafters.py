@@ -20,6 +20,7 @@ from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise, likeliest
+from sglang_dflash.drafting.ops import context_table
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.serving.gpu.backends import ATTENTION, draft_ops
 from sglang_dflash.serving.start.plan import Plan
@@ -183,7 +184,7 @@ def load_draft(
     for group in groups:
         group.cache.kv.normal_()
         _fill(group, request_slots)
-        table = model.ops.context_table(request_slots, group.reach, group.cache.tags)
+        table = context_table(model.ops, request_slots, group.reach, group.cache.tags)
         check_live(table.entries)
     drafter = Drafter(model, head, groups, options)
     block_positions = lengths[:, None] + torch.arange(block, device=device)
