@@ -159,7 +159,8 @@ class DFlashSpecWorker(BaseSpecWorker):
             host_tier = HostTier(groups, carried, sends=plan.disaggregated)
             host_tier.attach(allocator)
         make = plan.extension.make_drafter or Drafter
-        drafter = make(plan.model, target_head(runner.model), groups, plan.options)
+        head = target_head(runner.model, plan.model.tp)
+        drafter = make(plan.model, head, groups, plan.options)
         pages = DraftKVPages(groups)
         return Allocated(drafter, pages, host_tier, carried, admitted, req_to_token)
 

@@ -6,16 +6,25 @@ from typing import Any
 
 from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 from sglang.srt.lora.layers import unwrap_lora_layer
-from torch import Tensor
+from torch import Tensor, nn
 
 from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.packed import packed_of
+from sglang_dflash.drafting.parallel import TensorParallel
 
 
-def target_head(model: Any) -> TargetHead:
-    """The target's embedding and lm_head, without LoRA: the drafter is one for all requests."""
+def target_head(model: Any, tp: TensorParallel) -> TargetHead:
+    """The target's embedding and lm_head, without LoRA: the drafter is one for all requests.
+
+    Args:
+        tp: this rank of the group that the drafter is split over.
+    """
     embed = unwrap_lora_layer(model.get_input_embeddings())
     lm_head = unwrap_lora_layer(model.lm_head)
+    if _is_whole(lm_head):
+        rows = len(lm_head.weight)
+        first, end = tp.rank * rows // tp.size, (tp.rank + 1) * rows // tp.size
+        return TargetHead(embed, lambda hidden: _dense(lm_head.weight[first:end], hidden), first)
     # This rank's columns [V / ranks] without padding, and the token id of the first.
     shard = lm_head.shard_indices
     columns, first_id = shard.num_org_elements, shard.org_vocab_start_index
@@ -29,7 +38,7 @@ def target_head(model: Any) -> TargetHead:
 def unserved_target(model: Any) -> str | None:
     """The reason why the drafter cannot borrow from the loaded target, or None."""
     lm_head = unwrap_lora_layer(getattr(model, "lm_head", None))
-    if not hasattr(lm_head, "shard_indices"):
+    if not hasattr(lm_head, "shard_indices") and not _is_whole(lm_head):
         name = "missing" if lm_head is None else type(lm_head).__name__
         return f"the target's lm_head: {name}, one of SGLang's vocabulary-parallel layers is needed"
     if packed_of(lm_head) is not None or _has_method(lm_head):
@@ -42,6 +51,16 @@ def unserved_target(model: Any) -> str | None:
     return f"the target's lm_head: {weight_type} weight, which SGLang does not apply {method} to"
 
 
+def _is_whole(lm_head: Any) -> bool:
+    """Return whether every rank has the whole lm_head: that of Gemma 4 is its embedding, which is
+    torch's."""
+    return isinstance(lm_head, nn.Embedding)
+
+
+def _dense(weight: Tensor, hidden: Tensor) -> Tensor:
+    return hidden.to(weight.dtype) @ weight.T
+
+
 def _product(lm_head: Any, hidden: Tensor) -> Tensor:
     """The logits `[N, V / ranks]` of hidden states `[N, E]`, padding included: of a quantized
     lm_head by its method, as SGLang's `LogitsProcessor._compute_lm_head` computes them; else in the
@@ -51,7 +70,7 @@ def _product(lm_head: Any, hidden: Tensor) -> Tensor:
         return packed(hidden)
     if _has_method(lm_head):
         return lm_head.quant_method.apply(lm_head, hidden, None)
-    return hidden.to(lm_head.weight.dtype) @ lm_head.weight.T
+    return _dense(lm_head.weight, hidden)
 
 
 def _has_method(lm_head: Any) -> bool:

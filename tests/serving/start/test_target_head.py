@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.models.gemma3_causal import Gemma3TextScaledWordEmbedding
 from torch import nn
 
 from sglang_dflash.drafting.drafter import Drafter
@@ -23,7 +24,7 @@ from tests.drafting.test_weights import Ranks, save_model
 from tests.quantized_head import METHODS, Head, Model, quantized
 from tests.recording import OpRecorder
 
-VOCAB, HIDDEN = 64, 32
+VOCAB, HIDDEN, ALONE = 64, 32, TensorParallel()
 DFLASH2 = with_own(selector_rank=8, selector_top_k=5, conv_kernel_size=2, conv_group_size=4)
 
 
@@ -55,7 +56,8 @@ def test_drafts_are_those_of_the_dequantized_head(
         model = model_with(name, rows, tp.rank * len(rows))
         if method is None:
             model = Model(Head(dequantized(model), tp.rank * len(rows)))
-        head = load_model(tmp_path, dtype=torch.float32, tp=tp).make_head(target_head(model))
+        borrowed = target_head(model, tp)
+        head = load_model(tmp_path, dtype=torch.float32, tp=tp).make_head(borrowed)
         short = head.shortfall(hidden, bonus, head(hidden, bonus, None))
         return head(hidden, bonus, None), head(hidden, bonus, noise), short
 
@@ -70,7 +72,7 @@ def test_drafts_are_those_of_the_dequantized_head(
 
 def test_drafts_of_a_quantized_head_are_recorded() -> None:
     known = drafter_of(None)
-    head = target_head(model_with("Packed4Bits", torch.randn(VOCAB, HIDDEN)))
+    head = target_head(model_with("Packed4Bits", torch.randn(VOCAB, HIDDEN)), ALONE)
     drafter = Drafter(known.model, head, known.groups, Options().resolve(known.model.config))
     slots = table()
     recorded = GraphedDrafter(drafter, OpRecorder(), slots, (1, 3), ())
@@ -83,7 +85,7 @@ def test_drafts_of_a_quantized_head_are_recorded() -> None:
 def test_new_weights_of_a_quantized_head_are_followed(name: str, in_place: bool) -> None:
     """SGLang loads them into the same memory, or its method makes tensors anew of what it loads."""
     model, hidden = model_with(name, torch.randn(VOCAB, HIDDEN)), torch.randn(4, HIDDEN)
-    head, logits = target_head(model), None
+    head, logits = target_head(model, ALONE), None
     for weight in torch.randn(2, VOCAB, HIDDEN):
         other = model_with(name, weight).lm_head
         for attribute in ("weight", "qweight", "weight_scale"):
@@ -93,7 +95,7 @@ def test_new_weights_of_a_quantized_head_are_followed(name: str, in_place: bool)
                 setattr(model.lm_head, attribute, getattr(other, attribute))
         before, logits = logits, head.logits(hidden)
         torch.testing.assert_close(logits, hidden @ dequantized(model).T)
-        assert torch.equal(logits, target_head(Model(other)).logits(hidden))
+        assert torch.equal(logits, target_head(Model(other), ALONE).logits(hidden))
         assert before is None or not torch.equal(before, logits)
 
 
@@ -113,7 +115,23 @@ def test_a_stale_method_is_not_applied_to_a_dense_weight() -> None:
     # In float32, as of a target whose lm_head alone has 32 bits, too.
     hidden = torch.randn(3, HIDDEN)
     expected = hidden.bfloat16() @ head.weight[:VOCAB].T
-    assert torch.equal(target_head(Model(head)).logits(hidden), expected)
+    assert torch.equal(target_head(Model(head), ALONE).logits(hidden), expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_embedding_that_every_rank_has_whole_is_borrowed(ranks: int) -> None:
+    """As Gemma 4's, which scales what it embeds, and is not scaled as an lm_head."""
+    tied = Gemma3TextScaledWordEmbedding(VOCAB, HIDDEN, 0, embed_scale=HIDDEN**0.5)
+    model, hidden = Model(tied), torch.randn(5, HIDDEN)
+    model.get_input_embeddings = lambda: tied
+    assert unserved_target(model) is None
+    heads = [target_head(model, TensorParallel(rank, ranks)) for rank in range(ranks)]
+    parts = [head.logits(hidden) for head in heads]
+    torch.testing.assert_close(torch.cat(parts, 1), hidden @ tied.weight.T)
+    ends = torch.tensor([part.shape[1] for part in parts]).cumsum(0).tolist()
+    assert [head.first_id for head in heads] == [0, *ends[:-1]] and ends[-1] == VOCAB
+    ids = torch.arange(VOCAB)
+    assert torch.equal(heads[-1].embed(ids), tied.weight * HIDDEN**0.5)
 
 
 def test_a_head_that_nothing_multiplies_is_left_to_sglangs_worker() -> None:
