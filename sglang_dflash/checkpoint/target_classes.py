@@ -4,6 +4,7 @@ the hidden states of chosen layers. No SGLang here: a test compares the table wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_dflash.common.errors import ConfigError, shown
@@ -38,6 +39,16 @@ Qwen3_5MoeForConditionalGeneration Qwen4ExpForConditionalGeneration TeleFLMForCa
 # These inherit it, and a forward of their own drops the hidden states: SGLang's server would end in
 # its first forward, when the weights are loaded.
 SILENT = frozenset({"Qwen4ExpForConditionalGeneration"})
+# These give what a layer reads, and nothing reads the last layer's output: SGLang's server would
+# end when it has loaded the weights, or fail every request. Some of the others give it.
+_READ = """
+DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekV32ForCausalLM Glm4MoeLiteForCausalLM
+GlmMoeDsaForCausalLM KimiK25ForConditionalGeneration LlamaForCausalLM MistralForCausalLM
+Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3VLForConditionalGeneration
+Qwen3VLMoeForConditionalGeneration Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
+Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+"""
+WITHOUT_LAST_OUTPUT = frozenset(_READ.split())
 TARGETS = frozenset(_NAMES.split()) - SILENT
 
 
@@ -51,6 +62,24 @@ def check_target_class(target: str, architectures: Any) -> None:
         return
     if not any(str(name) in TARGETS for name in architectures):
         raise unserved_class(target, architectures)
+
+
+def check_last_layer(layer_ids: Sequence[int], num_layers: int, architectures: Any) -> None:
+    """Raise ConfigError if a draft reads the output of the target's last layer, which the target's
+    class does not give.
+
+    Args:
+        layer_ids: the `target_layer_ids` of the draft, ascending.
+        num_layers: of the target.
+        architectures: of the target's config.json.
+    """
+    names = architectures if isinstance(architectures, list) else []
+    if layer_ids[-1] == num_layers - 1 and not WITHOUT_LAST_OUTPUT.isdisjoint(map(str, names)):
+        required = (
+            f"ids below {num_layers - 1} are required: SGLang's class for {shown(names)} does not "
+            "give the last layer's output"
+        )
+        raise ConfigError("target_layer_ids in the draft's config.json", list(layer_ids), required)
 
 
 def unserved_class(target: str, architectures: Any) -> ConfigError:

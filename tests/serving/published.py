@@ -12,7 +12,7 @@ import torch
 
 from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.tools.demo_pairs.pairs import demo_pair
-from tests.conftest import random_model, raw_config
+from tests.conftest import random_model, raw_config, with_own
 from tests.engine.hybrid import config_of, copy_tokenizer
 
 LINE = """python -m sglang.launch_server --model-path Qwen/Qwen3.5-27B \\
@@ -56,7 +56,8 @@ def tiny_checkpoints(root: Path) -> dict[str, str]:
         config_of(kind).save_pretrained(root / name)
         copy_tokenizer(root / name)
     # Made for half the positions of the targets, since published drafts are made for fewer too.
-    raw = raw_config(hidden_size=64, vocab_size=1024, num_target_layers=4, block_size=16)
+    sizes = {"hidden_size": 64, "vocab_size": 1024, "num_target_layers": 4, "block_size": 16}
+    raw = raw_config(**sizes, **with_own(target_layer_ids=[1, 2]))
     save_model(random_model(raw), raw, root / "draft", torch.float32)
     dense = demo_pair("dense")
     return {

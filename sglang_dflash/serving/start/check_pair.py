@@ -14,7 +14,13 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig, read_draft
 from sglang_dflash.checkpoint.origin import published_draft
 from sglang_dflash.checkpoint.precision import other_precision
 from sglang_dflash.checkpoint.published import check_target_folder
-from sglang_dflash.checkpoint.target_classes import METHOD, SILENT, TARGETS, unserved_class
+from sglang_dflash.checkpoint.target_classes import (
+    METHOD,
+    SILENT,
+    TARGETS,
+    check_last_layer,
+    unserved_class,
+)
 from sglang_dflash.checkpoint.tensors import check_weights
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft, shown_pair
 from sglang_dflash.common.log import Log
@@ -122,6 +128,8 @@ def _check_draft(settings: Any, model: Any, config: DraftConfig, folder: str) ->
         num_layers=target.num_hidden_layers,
         pair=shown_pair(settings.speculative_draft_model_path, settings.model_path),
     )
+    names = model.hf_config.architectures
+    check_last_layer(config.target_layer_ids, target.num_hidden_layers, names)
     if not dummy_weights(settings):
         check_weights(config, folder)
 

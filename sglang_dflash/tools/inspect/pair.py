@@ -12,7 +12,7 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention, d
 from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.origin import published_drafts
 from sglang_dflash.checkpoint.published import ModelFacts, published_pairs
-from sglang_dflash.checkpoint.target_classes import check_target_class
+from sglang_dflash.checkpoint.target_classes import check_last_layer, check_target_class
 from sglang_dflash.checkpoint.target_config import TargetGeometry, context_of
 from sglang_dflash.checkpoint.tensors import check_embedding, check_tensors, check_values
 from sglang_dflash.common.errors import UnsupportedDraft, shown_pair
@@ -78,6 +78,8 @@ def _check(
             num_layers=geometry.num_hidden_layers,
             pair=shown_pair(draft.name, target.name),
         )
+        names = target.config.get("architectures")
+        check_last_layer(comparable.target_layer_ids, geometry.num_hidden_layers, names)
     if config is not None and draft.tensors is not None:
         check_tensors(config, draft.tensors)
     if config is not None and draft.weights is not None:

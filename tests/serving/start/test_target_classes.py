@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,6 +23,8 @@ from sglang_dflash.checkpoint.target_classes import (
     METHOD,
     SILENT,
     TARGETS,
+    WITHOUT_LAST_OUTPUT,
+    check_last_layer,
     check_target_class,
 )
 from sglang_dflash.common.errors import ConfigError
@@ -134,6 +139,57 @@ def test_it_drops_the_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, embedded = torch.arange(8), torch.ones(8, 4)
     out = model.forward(ids, ids, batch, input_embeds=embedded)
     assert out.shape == embedded.shape  # Not a pair.
+
+
+# SGLang's modules of the models in `WITHOUT_LAST_OUTPUT`, and some that give the last output.
+WITHOUT = (
+    "deepseek_v2 glm4_moe_lite llama qwen2_moe qwen3 qwen3_5 qwen3_moe qwen3_next qwen3_vl "
+    "qwen3_vl_moe"
+)
+WITH = "gpt_oss laguna lfm2 nemotron_h"
+
+
+def captured(module: str) -> set[str]:
+    """What SGLang's model looks up among the layers to capture: layer i stands for the output of
+    the one before."""
+    source = importlib.import_module(f"sglang.srt.models.{module}")
+    return set(re.findall(r"(\S+) in self\.layers_to_capture", inspect.getsource(source)))
+
+
+def test_some_classes_capture_what_their_layers_read_only() -> None:
+    for module in WITHOUT.split():
+        assert captured(module) <= {"i", "layer_idx", "layer_id"}, module
+    for module in WITH.split():
+        assert captured(module) & {"self.end_layer", "len(self.layers)"}, module
+    assert WITHOUT_LAST_OUTPUT < TARGETS
+
+
+@pytest.mark.parametrize(("last", "fits"), [(1, False), (2, True)])
+def test_a_draft_that_reads_the_last_layer_is_refused(
+    last: int,
+    fits: bool,
+    resolve: Callable[[list[str]], Any],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    draft, raw = tmp_path / "draft", json.loads((PAIR.draft / "config.json").read_text())
+    ids = raw["dflash_config"]["target_layer_ids"]
+    ids[-1] = raw["num_target_layers"] - last
+    shutil.copytree(PAIR.draft, draft)
+    (draft / "config.json").write_text(json.dumps(raw))
+    reason = f"ids below {raw['num_target_layers'] - 1} are required"
+    field = "target_layer_ids in the draft's config.json"
+    with nullcontext() if fits else refused(field, ids, reason=reason):
+        resolve(server_flags(draft=draft))
+    capsys.readouterr()
+    code = cli.main(["inspect", str(PAIR.target), str(draft), "--offline"])
+    assert (code == 0) == fits and (reason in capsys.readouterr().err) != fits
+
+
+@pytest.mark.parametrize("names", [["GptOssForCausalLM"], ["OfAPlugin"], None])
+def test_other_classes_may_give_the_last_output(names: list[str] | None) -> None:
+    check_last_layer([1, 5], 6, names)
+    check_last_layer([1, 4], 6, ["Qwen3ForCausalLM"])
 
 
 def test_transformers_classes_are_refused(resolve: Callable[[list[str]], Any]) -> None:
