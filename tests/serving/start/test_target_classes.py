@@ -150,8 +150,8 @@ WITH = "gpt_oss laguna lfm2 nemotron_h"
 
 
 def captured(module: str) -> set[str]:
-    """What SGLang's model looks up among the layers to capture: layer i stands for the output of
-    the one before."""
+    """Return what SGLang's model looks up among the layers to capture: layer i stands for the
+    output of the one before."""
     source = importlib.import_module(f"sglang.srt.models.{module}")
     return set(re.findall(r"(\S+) in self\.layers_to_capture", inspect.getsource(source)))
 
