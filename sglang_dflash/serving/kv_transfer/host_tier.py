@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +31,10 @@ from sglang_dflash.serving.kv_transfer.staging import NUMBER, Staging, StagingBu
 PIECE = 4096
 # A smaller piece holds up a forward as one of so many tokens.
 LEAST = 64
+# What a copy yields in place of tokens while the host would have to wait: a later forward goes on.
+LATER = inf
 # The attribute of SGLang's allocator of device slots under which a tier is found.
 _TIER = "dflash_host_tier"
-
-T = TypeVar("T")
 
 
 class HostKV(NamedTuple):
@@ -70,10 +70,10 @@ class HostTier:
         device = tags.entry_of.device
         self._staging = Staging(device)
         self._host_kv: list[HostKV] = []
-        self._planned: deque[Callable[[], Iterator[int]]] = deque()
+        self._planned: deque[Callable[[], Iterator[float]]] = deque()
         # The rest of each copy that has begun. `_generation` numbers the copies; by slot, the one
         # that claimed it last, 0 if a forward has written to it since.
-        self._begun: deque[Iterator[int]] = deque()
+        self._begun: deque[Iterator[float]] = deque()
         self._generations, self._generation = torch.zeros_like(tags.entry_of), 0
         self.loaded = 0
         # Tokens whose draft K/V came back: only the device knows. And the host's copy.
@@ -97,7 +97,8 @@ class HostTier:
         Args:
             absorb: writes what is committed and not yet written; called if anything was planned.
             slots: int64 `[N]`, where the forward will write. As many tokens are copied, and a piece
-                more; the others before later forwards. None copies all that was planned.
+                more; the others before later forwards, as what the host would wait for. None
+                copies all that was planned.
         """
         self._staging.poll()
         if not (self._begun or self._planned):
@@ -114,6 +115,8 @@ class HostTier:
             tokens = next(self._begun[0], None)
             if tokens is None:
                 self._begun.popleft()
+            elif tokens == LATER and left == inf:
+                self._staging.wait()
             else:
                 left -= max(tokens, LEAST)
         while self._planned:
@@ -152,12 +155,12 @@ class HostTier:
     def _piece(self, group: KVGroup) -> int:
         return min(PIECE, Staging.most_rows(group.cache.kv[0]))
 
-    def _back_up(self, slots: Tensor, host_slots: Tensor, pool_size: int) -> Iterator[int]:
+    def _back_up(self, slots: Tensor, host_slots: Tensor, pool_size: int) -> Iterator[float]:
         if not self._host_kv:
             self._host_kv = [_empty(indexable(group.cache.kv), pool_size) for group in self._groups]
         return self._pieces_out(slots, host_slots.cpu(), self._claim(slots))
 
-    def _pieces_out(self, slots: Tensor, host_slots: Tensor, generation: int) -> Iterator[int]:
+    def _pieces_out(self, slots: Tensor, host_slots: Tensor, generation: int) -> Iterator[float]:
         yield from self._lose(host_slots)
         for group, host_kv in zip(self._groups, self._host_kv, strict=True):
             pieces, host_pieces = (
@@ -165,18 +168,24 @@ class HostTier:
                 for indices in (slots, host_slots)
             )
             for piece, at in zip(pieces, host_pieces, strict=True):
+                yield from self._until_room(host_kv, len(piece))
                 entries, live = group.cache.find(piece)
                 live &= self._generations[piece] == generation
                 rows = indexable(group.cache.kv)[entries]
                 self._staging.send(rows, live, partial(_store, host_kv, at))
                 yield len(piece)
 
-    def _lose(self, host_slots: Tensor) -> Iterator[int]:
+    def _until_room(self, host_kv: HostKV, rows: int) -> Iterator[float]:
+        """Until so many rows can be sent or fetched."""
+        while not self._staging.has_room((rows, *host_kv.kv.shape[1:]), host_kv.kv.dtype):
+            yield LATER
+
+    def _lose(self, host_slots: Tensor) -> Iterator[float]:
         for host_kv in self._host_kv:
             self._staging.enqueue(partial(host_kv.live.index_fill_, 0, host_slots.cpu(), False))
         yield from ()
 
-    def _load(self, host_slots: Tensor, slots: Tensor) -> Iterator[int]:
+    def _load(self, host_slots: Tensor, slots: Tensor) -> Iterator[float]:
         generation = self._claim(slots)
         for group in self._groups:
             # What these slots held before must not be read.
@@ -186,30 +195,45 @@ class HostTier:
                 indexable(group.cache.kv)[slots] = 0
         return self._pieces_in(host_slots.cpu(), slots, generation)
 
-    def _pieces_in(self, host_slots: Tensor, slots: Tensor, generation: int) -> Iterator[int]:
-        self._staging.wait()
-        pairs = list(zip(self._groups, self._host_kv, strict=bool(self._host_kv)))
-        chosen = [self._chosen(group, host_kv.live[host_slots]) for group, host_kv in pairs]
+    def _pieces_in(self, host_slots: Tensor, slots: Tensor, generation: int) -> Iterator[float]:
+        # Host memory is read once everything that was sent before is there.
+        while not self._staging.is_idle:
+            yield LATER
+        begun = deque[tuple[KVGroup, StagingBuffer]]()
+        for group, host_kv, piece in self._pieces_there(host_slots):
+            yield from self._until_room(host_kv, len(piece))
+            begun.append((group, self._staging.fetch(host_kv.kv, host_slots[piece], piece)))
+            # The thread then has something to do meanwhile.
+            if len(begun) > 1:
+                yield self._land(*begun.popleft(), slots, generation)
+        for group, buffer in begun:
+            yield self._land(group, buffer, slots, generation)
 
-        def fetched() -> Iterator[tuple[KVGroup, StagingBuffer]]:
-            for (group, host_kv), tokens in zip(pairs, chosen, strict=True):
-                pieces = tokens.split(self._piece(group)) if len(tokens) else ()
-                # Drafts need the last tokens most. But what a ring gets last stays longest.
-                for piece in pieces if group.reach.is_bounded else reversed(pieces):
-                    yield group, self._staging.fetch(host_kv.kv, host_slots[piece], piece)
+    def _pieces_there(self, host_slots: Tensor) -> list[tuple[KVGroup, HostKV, Tensor]]:
+        """The pieces of a prefix to load: int64 numbers of its tokens, of those that the host
+        has."""
+        there = list[tuple[KVGroup, HostKV, Tensor]]()
+        for group, host_kv in zip(self._groups, self._host_kv, strict=bool(self._host_kv)):
+            tokens = self._chosen(group, host_kv.live[host_slots])
+            pieces = list(tokens.split(self._piece(group))) if len(tokens) else []
+            # Drafts need the last tokens most. But what a ring gets last stays longest.
+            ordered = pieces if group.reach.is_bounded else reversed(pieces)
+            there += [(group, host_kv, piece) for piece in ordered]
+        return there
 
-        for group, buffer in _one_ahead(fetched()):
-            rows, tokens = self._staging.to_device(buffer)
-            at = slots[tokens]
-            live = self._generations[at] == generation
-            # A slot that is another token's by now stays as it is.
-            at = torch.where(live, at, PADDING_SLOT)
-            entries = group.cache.place(at, live, self._fair_share(group))
-            indexable(group.cache.kv)[entries] = rows
-            if group is self._groups[-1]:
-                self._placed.add_((entries >= 0).sum())
-                self._placed_seen.copy_(self._placed, non_blocking=True)
-            yield len(rows)
+    def _land(self, group: KVGroup, buffer: StagingBuffer, slots: Tensor, generation: int) -> int:
+        """Write the draft K/V of a piece that was fetched. Returns its tokens."""
+        rows, tokens = self._staging.to_device(buffer)
+        at = slots[tokens]
+        live = self._generations[at] == generation
+        # A slot that is another token's by now stays as it is.
+        at = torch.where(live, at, PADDING_SLOT)
+        entries = group.cache.place(at, live, self._fair_share(group))
+        indexable(group.cache.kv)[entries] = rows
+        if group is self._groups[-1]:
+            self._placed.add_((entries >= 0).sum())
+            self._placed_seen.copy_(self._placed, non_blocking=True)
+        return len(rows)
 
     def _chosen(self, group: KVGroup, live: Tensor) -> Tensor:
         """Return the tokens of a prefix to load, int64, of those that the host has, bool `[N]`. Of
@@ -232,18 +256,13 @@ class HostTier:
         return max(share, group.reach.tokens_read(sys.maxsize))
 
 
-def _one_ahead(begun: Iterator[T]) -> Iterator[T]:
-    """The next one is begun before one is used: the thread has something to do meanwhile."""
-    for current in begun:
-        for following in begun:
-            yield current
-            current = following
-        yield current
-
-
 def _store(host_kv: HostKV, at: Tensor, rows: Tensor, live: Tensor) -> None:
-    host_kv.kv[at[live]] = rows[live]
-    host_kv.live[at[live]] = True
+    # Whole rows are copied two to three times as fast as by an index of a mask.
+    chosen = live.nonzero()[:, 0]
+    if len(chosen) < len(live):
+        rows, at = rows.index_select(0, chosen), at.index_select(0, chosen)
+    host_kv.kv.index_copy_(0, at, rows)
+    host_kv.live.index_fill_(0, at, True)
 
 
 def _visible(reach: Reach, count: int) -> slice:

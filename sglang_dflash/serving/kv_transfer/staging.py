@@ -40,11 +40,18 @@ class StagingBuffer:
     job: Future[object] | None = None
     event: Any = None
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody reads or writes it any more."""
+        is_done = self.job is not None and self.job.done()
+        return is_done and (self.event is None or bool(self.event.query()))
+
 
 class Staging:
     """Copies between device and host memory, in order, on the current stream.
 
-    Buffers are taken from the ring in turn. Who takes one waits for what was in it.
+    Buffers are taken from the ring in turn. Who takes one waits for what was in it, unless there
+    is room.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,6 +67,13 @@ class Staging:
     def most_rows(row: Tensor) -> int:
         """Rows of a piece, at most."""
         return max(1, RING // 4 // (row.nbytes + NUMBER))
+
+    def has_room(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Return whether the next buffer, for rows `[N, ...]` of that shape, is free."""
+        following = self._next(shape, dtype)
+        return all(
+            buffer.is_free for buffer in self._used if _overlap(buffer.byte_range, following)
+        )
 
     def send(self, rows: Tensor, live: Tensor, store: Callable[[Tensor, Tensor], object]) -> None:
         """The thread calls `store(rows, live)` when both are on the host; `live` is bool `[N]`."""
@@ -99,24 +113,25 @@ class Staging:
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft().result()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was sent is taken in."""
+        return not self._sent and all(job.done() for job in self._jobs)
+
     def wait(self) -> None:
-        """Until everything that was sent is taken in."""
+        """Until everything that was sent is taken in, and there is room."""
         while self._sent:
             self._submit_next()
         while self._jobs:
             self._jobs.popleft().result()
+        for buffer in self._used:
+            if buffer.event is not None:
+                buffer.event.synchronize()
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype) -> StagingBuffer:
         """A buffer for rows `[N, ...]` of that shape."""
-        first = shape[0] * NUMBER
-        size = first + math.prod(shape) * dtype.itemsize
-        if self._at + size > RING:
-            self._at = 0
-        byte_range = range(self._at, self._at + size)
-        while any(
-            used.byte_range.start < byte_range.stop and byte_range.start < used.byte_range.stop
-            for used in self._used
-        ):
+        byte_range, first = self._next(shape, dtype), shape[0] * NUMBER
+        while any(_overlap(used.byte_range, byte_range) for used in self._used):
             self._free(self._used.popleft())
         # The next buffer has int64, too.
         self._at = -(-byte_range.stop // NUMBER) * NUMBER
@@ -124,6 +139,12 @@ class Staging:
         rows, numbers = memory[first:].view(dtype).view(*shape), memory[:first].view(torch.int64)
         self._used.append(StagingBuffer(byte_range, rows, numbers))
         return self._used[-1]
+
+    def _next(self, shape: Sequence[int], dtype: torch.dtype) -> range:
+        """The bytes of the next buffer."""
+        size = shape[0] * NUMBER + math.prod(shape) * dtype.itemsize
+        begin = self._at if self._at + size <= RING else 0
+        return range(begin, begin + size)
 
     def _finish(self, buffer: StagingBuffer) -> None:
         while buffer.job is None:
@@ -154,6 +175,10 @@ class Staging:
         if event is not None:
             event.record()
         return event
+
+
+def _overlap(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
 
 
 def _inferred(job: Job) -> object:

@@ -94,6 +94,7 @@ def test_a_step_copies_as_many_tokens_as_it_computes_and_a_piece(
     out = steps(prefill_of([0], [3]), *(decode_of([3]) for _ in range(4)))
     assert out[0] in (5, 6) and all(some <= block + 3 for some in out) and sum(out) == 20
     write_kv(cache, there, torch.zeros(20, *cache.kv.shape[1:]))
+    worker.host_tier._staging.wait()
     worker.host_tier.plan_load(torch.arange(20), there)
     back = steps(*(decode_of([3]) for _ in range(5)))
     # With the next piece, which is gathered while the forward runs.
@@ -147,6 +148,7 @@ def test_a_slot_that_is_used_again_before_it_is_loaded_is_left_alone(kind: str) 
     write(cache, at(1, 2, 3, 4, 5, 6), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     tier.plan_backup(at(1, 2, 3, 4, 5, 6), torch.arange(30, 36), HOST)
     tier.run_copies(nothing)
+    tier._staging.wait()
     write(cache, torch.arange(11, 17), [-1.0] * 6)
     tier.plan_load(torch.arange(30, 36), torch.arange(11, 17))
     # Two pieces, the last tokens first.
@@ -275,11 +277,42 @@ def test_the_next_piece_is_gathered_while_the_forward_runs(
     write(cache, torch.arange(1, 7), [1.0] * 6)
     tier.plan_backup(torch.arange(1, 7), torch.arange(30, 36), HOST)
     tier.run_copies(nothing)
+    tier._staging.wait()
     tier.plan_load(torch.arange(30, 36), torch.arange(11, 17))
     for expected in (["fetch", "fetch", "to_device"], ["fetch", "to_device"], ["to_device"], []):
         tier.run_copies(nothing, NO_SLOTS)
         assert calls == expected
         calls.clear()
+
+
+def test_a_step_leaves_what_the_host_would_wait_for_to_a_later_one(
+    events: list[Arrival], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece while there is no room for it, and a load while a backup is on its way."""
+    # Four pieces.
+    monkeypatch.setattr(staging, "RING", 128)
+    tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
+
+    def steps(arrived: bool) -> None:
+        for _ in range(6):
+            for event in events:
+                event.reached |= arrived
+            tier.run_copies(nothing, NO_SLOTS)
+            if arrived:
+                tier._staging.wait()
+
+    write(cache, torch.arange(1, 11), [float(slot) for slot in range(1, 11)])
+    tier.plan_backup(torch.arange(1, 11), torch.arange(30, 40), HOST)
+    steps(arrived=False)
+    assert [event.reached for event in events] == [False] * 4
+    steps(arrived=True)
+    assert len(events) == 5
+    tier.plan_backup(at(1), at(30), HOST)
+    tier.plan_load(torch.arange(30, 40), torch.arange(11, 21))
+    steps(arrived=False)
+    assert not events[-1].reached and read(cache, torch.arange(11, 21)) == [None] * 10
+    steps(arrived=True)
+    assert read(cache, torch.arange(11, 21)) == read(cache, torch.arange(1, 11))
 
 
 def test_the_host_waits_for_no_device(
