@@ -69,9 +69,11 @@ def profile(server: load.SGLang, requests: int, options: Options) -> dict[str, d
 
     def ask(seed: int) -> None:
         draw = random.Random(seed)
-        prompt = draw.choices(range(options.vocabulary), k=options.prompt_tokens)
-        # A step commits a token or more.
-        server.ask(prompt, 16 * options.steps, ignore_eos=True)
+        # A short answer, and a request that comes when it has ended. A step commits a token or
+        # more.
+        for tokens in (max(1, options.steps // 4), 16 * options.steps):
+            prompt = draw.choices(range(options.vocabulary), k=options.prompt_tokens)
+            server.ask(prompt, tokens, ignore_eos=True)
 
     def ask_at_once(first_seed: int) -> None:
         with ThreadPoolExecutor(requests) as pool:
@@ -108,9 +110,11 @@ def read_trace(folder: Path) -> list[Event]:
 
 
 def summary(events: Iterable[Event]) -> dict[str, dict[str, float]]:
-    """Return medians over the scheduler's iterations, for those with a prefill and for steps.
+    """Return medians over the scheduler's iterations, for those with a prefill, apart for those
+    that follow a step, and for steps.
 
-    `host_ms`: of `run_batch`. `waits`: calls in which the host waits for the GPU, from one
+    `host_ms`: of `run_batch`. `until_done_ms`: from its beginning until the GPU has done all that
+    it launched. `waits`: calls in which the host waits for the GPU, from one
     `run_batch` to the next; `waits_in_run_batch`: those inside. `pageable_copies`: copies from
     memory that is not pinned. `gpu_busy_ms`: time of all kernels, copies and fills.
     """
@@ -120,7 +124,8 @@ def summary(events: Iterable[Event]) -> dict[str, dict[str, float]]:
     launched_at = {e.get("args", {}).get("correlation"): e["ts"] for e in runtime}
     device = [e for e in timed if e.get("cat") in DEVICE]
     batches = [e for e in notes if e["name"] == "scheduler.run_batch"]
-    rows: dict[str, list[dict[str, float]]] = {"prefill": [], "step": []}
+    rows: dict[str, list[dict[str, float]]] = {"prefill": [], "prefill_after_step": [], "step": []}
+    phase = "prefill"
     for batch, following in pairwise(batches):
         begin, end, until = batch["ts"], batch["ts"] + batch["dur"], following["ts"]
         calls = [e for e in runtime if begin <= e["ts"] < until]
@@ -131,9 +136,13 @@ def summary(events: Iterable[Event]) -> dict[str, dict[str, float]]:
             if begin <= launched_at.get(e.get("args", {}).get("correlation"), -1) < until
         ]
         is_prefill = any("EXTEND" in e["name"] for e in notes if begin <= e["ts"] < end)
-        rows["prefill" if is_prefill else "step"].append(
+        follows_step = is_prefill and phase == "step"
+        phase = "step" if not is_prefill else "prefill_after_step" if follows_step else "prefill"
+        done = max([end, *(e["ts"] + e["dur"] for e in work)])
+        rows[phase].append(
             {
                 "host_ms": batch["dur"] / 1e3,
+                "until_done_ms": (done - begin) / 1e3,
                 "graph_launches": named(calls, "GraphLaunch"),
                 "kernel_launches": named(calls, "LaunchKernel"),
                 "copies": named(calls, "MemcpyAsync"),
@@ -164,7 +173,8 @@ def named(events: Iterable[Event], *parts: str) -> int:
 
 def table(result: dict[str, Any]) -> list[str]:
     return [
-        f"{name}, {level} at a time, {phase}: {figures['host_ms']:g} ms of the host, "
+        f"{name}, {level} at a time, {phase}: {figures['host_ms']:g} ms of the host, done after "
+        f"{figures['until_done_ms']:g} ms, "
         f"{figures['kernel_launches']:g} kernel and {figures['graph_launches']:g} graph launches, "
         f"{figures['copies']:g} copies, {figures['waits']:g} waits "
         f"({figures['waits_in_run_batch']:g} in run_batch), GPU busy {figures['gpu_busy_ms']:g} ms"

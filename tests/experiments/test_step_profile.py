@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ def test_an_iteration_has_what_it_launched() -> None:
     assert profiled["prefill"] == {
         "iterations": 1,
         "host_ms": 4.0,
+        "until_done_ms": 6.7,
         "graph_launches": 0,
         "kernel_launches": 1,
         "copies": 1,
@@ -62,6 +64,28 @@ def test_an_iteration_has_what_it_launched() -> None:
     assert (step["host_ms"], step["gpu_busy_ms"], step["pageable_copies"]) == (2.0, 0.25, 0)
     assert (step["waits"], step["waits_in_run_batch"], step["allocations"]) == (2, 1, 1)
     assert (step["graph_launches"], step["kernel_launches"]) == (1, 1)
+
+
+def test_a_prefill_after_a_step_is_told_apart() -> None:
+    """A request that comes when an answer has ended is one, and its first token is timed."""
+    later = [{**e, "ts": e["ts"] + 8000} for e in TRACE[1:6]]
+    more = [note("scheduler.run_batch", 16000, 1000), note("step[EXTEND bs=1]", 16010, 100)]
+    profiled = summary([*TRACE[:-1], *later, *more, note("scheduler.run_batch", 18000, 10)])
+    phases = ("prefill", "prefill_after_step", "step")
+    assert [profiled[phase]["iterations"] for phase in phases] == [2, 1, 1]
+
+
+def test_each_request_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def ask(prompt: list[int], tokens: int, **_: Any) -> None:
+        asked.append(tokens)
+
+    monkeypatch.setattr(step_profile.load, "send_request", lambda *_, **__: SimpleNamespace(ok=1))
+    monkeypatch.setattr(step_profile, "read_trace", lambda _: TRACE)
+    server: Any = SimpleNamespace(ask=ask, url="")
+    step_profile.profile(server, 1, step_profile.Options(steps=24))
+    assert asked == [6, 384, 6, 384]
 
 
 def test_a_trace_that_is_being_written_is_waited_for(
