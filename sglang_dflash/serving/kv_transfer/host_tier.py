@@ -75,6 +75,8 @@ class HostTier:
         # that claimed it last, 0 if a forward has written to it since.
         self._begun: deque[Iterator[float]] = deque()
         self._generations, self._generation = torch.zeros_like(tags.entry_of), 0
+        # Whether slots that are backed up become other tokens' at once.
+        self._frees = False
         self.loaded = 0
         # Tokens whose draft K/V came back: only the device knows. And the host's copy.
         self._placed = torch.zeros(1, dtype=torch.int64, device=device)
@@ -115,7 +117,7 @@ class HostTier:
             tokens = next(self._begun[0], None)
             if tokens is None:
                 self._begun.popleft()
-            elif tokens == LATER and left == inf:
+            elif tokens == LATER and (left == inf or self._frees):
                 self._staging.wait()
             else:
                 left -= max(tokens, LEAST)
@@ -133,8 +135,14 @@ class HostTier:
         for host_kv in self._host_kv:
             self._staging.enqueue(host_kv.live.zero_)
 
-    def plan_backup(self, slots: Tensor, host_slots: Tensor, pool_size: int) -> None:
-        """K/V of tokens goes from device to host slots, both int64 `[N]`, in the tokens' order."""
+    def plan_backup(
+        self, slots: Tensor, host_slots: Tensor, pool_size: int, frees: bool = False
+    ) -> None:
+        """K/V of tokens goes from device to host slots, both int64 `[N]`, in the tokens' order.
+
+        `frees`: SGLang makes the backup to free the slots. Then it cannot be left to a later step.
+        """
+        self._frees = frees
         self._planned.append(partial(self._back_up, slots, host_slots, pool_size))
 
     def plan_load(self, host_slots: Tensor, slots: Tensor) -> None:
@@ -294,8 +302,8 @@ def backs_up(
 ) -> None:
     """After `HybridCacheController.write`, which gives host slots to tokens."""
     if host_indices is not None:
-        size = controller.mem_pool_host.logical_size
-        _tell(controller, lambda tier: tier.plan_backup(device_indices, host_indices, size))
+        size, frees = controller.mem_pool_host.logical_size, controller.write_policy == "write_back"
+        _tell(controller, lambda tier: tier.plan_backup(device_indices, host_indices, size, frees))
 
 
 def loads(slots: Tensor | None, controller: Any, host_indices: Tensor, *_: Any, **__: Any) -> None:

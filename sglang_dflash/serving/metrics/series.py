@@ -53,7 +53,9 @@ class Series(Generic[S]):
         labels = beside(labels, {row.label for row in rows})
         self._sources, self._labels = sources, labels
         self._metrics: list[tuple[Figure[S], Any]] = []
-        self._shown: dict[tuple[str, int | str], float] = {}
+        # Of each series the value that it shows. To look a series up by its labels takes longer
+        # than to change it.
+        self._shown: dict[tuple[str, int | str], tuple[Any, float]] = {}
         for row in rows:
             if row.series:
                 names = [*labels, row.label] if row.label else [*labels]
@@ -71,11 +73,13 @@ class Series(Generic[S]):
         """
         for row, metric in self._metrics:
             for at, value in _numbered(row.source(self._sources)):
-                change = value - self._shown.get((row.series, at), 0)
+                series, shown = self._shown.get((row.series, at), (None, 0))
+                change = value - shown
                 if not change and not first:
                     continue
-                self._shown[row.series, at] = value
-                series = metric.labels(**self._labels, **({row.label: at} if row.label else {}))
+                if series is None:
+                    series = metric.labels(**self._labels, **({row.label: at} if row.label else {}))
+                self._shown[row.series, at] = series, value
                 if row.goes_down:
                     series.set(value)
                 else:

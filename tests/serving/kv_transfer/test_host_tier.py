@@ -256,7 +256,8 @@ def test_sglang_tells_the_tier() -> None:
     pool.anchor_entry = anchor
     controller: Any = SimpleNamespace(
         mem_pool_host=pool, mem_pool_device_allocator=allocator, device="cpu",
-        write_queue=[], load_queue=[], _uses_shared_host_domain=lambda _: False,
+        write_policy="write_through", write_queue=[], load_queue=[],
+        _uses_shared_host_domain=lambda _: False,
         _resolve_device_transfers=lambda *_, **__: None,
     )  # fmt: skip
 

@@ -315,6 +315,20 @@ def test_a_step_leaves_what_the_host_would_wait_for_to_a_later_one(
     assert read(cache, torch.arange(11, 21)) == read(cache, torch.arange(1, 11))
 
 
+def test_a_backup_that_frees_its_slots_is_made_at_once(events: list[Arrival]) -> None:
+    """With --hicache-write-policy write_back the forward writes to them, and so behind a load."""
+    tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
+    write(cache, at(1, 2), [1.0, 2.0])
+    tier.plan_backup(at(1), at(30), HOST, frees=True)
+    tier.plan_load(at(30), at(5))
+    tier.plan_backup(at(2), at(31), HOST, frees=True)
+    tier.run_copies(nothing, at(1, 2))
+    write(cache, at(1, 2), [-1.0, -1.0])
+    tier.plan_load(at(30, 31), at(6, 7))
+    tier.run_copies(nothing)
+    assert read(cache, at(5, 6, 7)) == [1.0, 1.0, 2.0]
+
+
 def test_the_host_waits_for_no_device(
     events: list[Arrival], monkeypatch: pytest.MonkeyPatch
 ) -> None:

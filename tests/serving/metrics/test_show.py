@@ -12,6 +12,7 @@ from typing import Any
 import prometheus_client
 import pytest
 import torch
+from prometheus_client.metrics import MetricWrapperBase
 from sglang.srt.managers.schedule_batch import Req
 
 import sglang_dflash
@@ -267,6 +268,24 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
     assert context == [4, 2] and worker.figures.report()["draft_context_share"] == 0.5
     times = [shown("host_seconds_total", phase=phase) for phase in ("propose", "verify")]
     assert times == [0.25, 0.5]
+
+
+def test_a_series_is_looked_up_by_its_labels_once(
+    registry: prometheus_client.CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step changes some thirty of them."""
+    looked_up, labels = list[Any](), MetricWrapperBase.labels
+    monkeypatch.setattr(
+        MetricWrapperBase, "labels", lambda *a, **k: (looked_up.append(k), labels(*a, **k))[1]
+    )
+    worker = worker_of(labels=LABELS)
+    # The first one's own host time is shown by the second.
+    for _ in range(2):
+        worker.learn([RequestStep(3, 2, 3)], 4, {})
+    before = len(looked_up)
+    worker.learn([RequestStep(3, 2, 3)], 4, {})
+    name = "sglang_dflash_verify_steps_total"
+    assert len(looked_up) == before > 0 and registry.get_sample_value(name, LABELS) == 3
 
 
 def test_a_prefill_shows_what_it_has_counted(
