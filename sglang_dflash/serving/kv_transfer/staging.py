@@ -50,8 +50,7 @@ class StagingBuffer:
 class Staging:
     """Copies between device and host memory, in order, on the current stream.
 
-    Buffers are taken from the ring in turn. Who takes one waits for what was in it, unless there
-    is room.
+    Buffers are taken from the ring in turn, once there is room.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +75,8 @@ class Staging:
         )
 
     def send(self, rows: Tensor, live: Tensor, store: Callable[[Tensor, Tensor], object]) -> None:
-        """The thread calls `store(rows, live)` when both are on the host; `live` is bool `[N]`."""
+        """The thread calls `store(rows, live)` when both are on the host; `live` is bool `[N]`.
+        There must be room."""
         buffer = self._take(rows.shape, rows.dtype)
         live_rows = buffer.numbers.view(torch.bool)[: len(rows)]
         buffer.rows.copy_(rows, non_blocking=True)
@@ -89,7 +89,7 @@ class Staging:
 
     def fetch(self, host: Tensor, rows: Tensor, numbers: Tensor) -> StagingBuffer:
         """The thread begins to gather rows of host memory, int64 `[N]`. Everything that was sent
-        must have arrived. `numbers`, int64 `[N]`, go with them."""
+        must have arrived, and there must be room. `numbers`, int64 `[N]`, go with them."""
         buffer = self._take((len(rows), *host.shape[1:]), host.dtype)
         buffer.numbers.copy_(numbers)
         buffer.job = self._submit(partial(torch.index_select, host, 0, rows, out=buffer.rows))
@@ -98,7 +98,8 @@ class Staging:
     def to_device(self, buffer: StagingBuffer) -> tuple[Tensor, Tensor]:
         """The rows and numbers that were fetched, on the device; on a CPU in the ring. Waits for
         the thread."""
-        self._finish(buffer)
+        if buffer.job is not None:
+            buffer.job.result()
         rows, numbers = (
             host.to(self._device, non_blocking=True) for host in (buffer.rows, buffer.numbers)
         )
@@ -131,8 +132,9 @@ class Staging:
     def _take(self, shape: Sequence[int], dtype: torch.dtype) -> StagingBuffer:
         """A buffer for rows `[N, ...]` of that shape."""
         byte_range, first = self._next(shape, dtype), shape[0] * NUMBER
+        # Those before one that is free are free, too: device and thread do all in order.
         while any(_overlap(used.byte_range, byte_range) for used in self._used):
-            self._free(self._used.popleft())
+            self._used.popleft()
         # The next buffer has int64, too.
         self._at = -(-byte_range.stop // NUMBER) * NUMBER
         memory = self._ring[byte_range.start : byte_range.stop]
@@ -145,16 +147,6 @@ class Staging:
         size = shape[0] * NUMBER + math.prod(shape) * dtype.itemsize
         begin = self._at if self._at + size <= RING else 0
         return range(begin, begin + size)
-
-    def _finish(self, buffer: StagingBuffer) -> None:
-        while buffer.job is None:
-            self._submit_next()
-        buffer.job.result()
-
-    def _free(self, buffer: StagingBuffer) -> None:
-        self._finish(buffer)
-        if buffer.event is not None:
-            buffer.event.synchronize()
 
     def _submit_next(self) -> None:
         """Hand what was sent first to the thread, which itself never waits for a device."""
