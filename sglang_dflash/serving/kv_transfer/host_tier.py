@@ -208,7 +208,7 @@ class HostTier:
         while not self._staging.is_idle:
             yield LATER
         begun = deque[tuple[KVGroup, StagingBuffer]]()
-        for group, host_kv, piece in self._pieces_there(host_slots):
+        for group, host_kv, piece in self._pieces_to_load(host_slots):
             yield from self._until_room(host_kv, len(piece))
             begun.append((group, self._staging.fetch(host_kv.kv, host_slots[piece], piece)))
             # The thread then has something to do meanwhile.
@@ -217,17 +217,17 @@ class HostTier:
         for group, buffer in begun:
             yield self._land(group, buffer, slots, generation)
 
-    def _pieces_there(self, host_slots: Tensor) -> list[tuple[KVGroup, HostKV, Tensor]]:
+    def _pieces_to_load(self, host_slots: Tensor) -> list[tuple[KVGroup, HostKV, Tensor]]:
         """The pieces of a prefix to load: int64 numbers of its tokens, of those that the host
         has."""
-        there = list[tuple[KVGroup, HostKV, Tensor]]()
+        found = list[tuple[KVGroup, HostKV, Tensor]]()
         for group, host_kv in zip(self._groups, self._host_kv, strict=bool(self._host_kv)):
             tokens = self._chosen(group, host_kv.live[host_slots])
             pieces = list(tokens.split(self._piece(group))) if len(tokens) else []
             # Drafts need the last tokens most. But what a ring gets last stays longest.
             ordered = pieces if group.reach.is_bounded else reversed(pieces)
-            there += [(group, host_kv, piece) for piece in ordered]
-        return there
+            found += [(group, host_kv, piece) for piece in ordered]
+        return found
 
     def _land(self, group: KVGroup, buffer: StagingBuffer, slots: Tensor, generation: int) -> int:
         """Write the draft K/V of a piece that was fetched. Returns its tokens."""

@@ -43,7 +43,7 @@ def group(cache: DraftKVCache, reach: Reach) -> KVGroup:
 
 
 def at(*slots: int) -> Tensor:
-    return torch.tensor(slots)
+    return torch.tensor(slots, dtype=torch.int64)
 
 
 def write(cache: DraftKVCache, slots: Tensor, numbers: list[float]) -> None:
@@ -189,15 +189,21 @@ class Arrival:
         pass
 
 
-def test_a_load_waits_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backup by itself does not make the host wait; what is lost after it stays lost."""
-    events: list[Arrival] = []
+def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[Arrival]:
+    """Events of a device that reaches an event when the host waits for it."""
+    made: list[Arrival] = []
 
     def event(_device: object) -> Arrival:
-        events.append(Arrival())
-        return events[-1]
+        made.append(Arrival())
+        return made[-1]
 
     monkeypatch.setattr(staging, "_event", event)
+    return made
+
+
+def test_a_load_waits_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backup by itself does not make the host wait; what is lost after it stays lost."""
+    events = arrivals(monkeypatch)
     tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
     write(cache, at(1, 2), [1.0, 2.0])
     tier.plan_backup(at(1, 2), at(30, 31), HOST)
@@ -207,6 +213,52 @@ def test_a_load_waits_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) ->
     tier.plan_load(at(30, 31), at(5, 6))
     tier.run_copies(nothing)
     assert events[0].reached and read(cache, at(5, 6)) == [1.0, None]
+
+
+def test_a_step_leaves_what_the_host_would_wait_for_to_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A piece while there is no room for it, and a load while a backup is on its way."""
+    events = arrivals(monkeypatch)
+    # Four pieces.
+    monkeypatch.setattr(staging, "RING", 128)
+    tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
+
+    def steps(arrived: bool) -> None:
+        for _ in range(6):
+            for event in events:
+                event.reached |= arrived
+            tier.run_copies(nothing, at())
+            if arrived:
+                tier._staging.wait()
+
+    write(cache, torch.arange(1, 11), [float(slot) for slot in range(1, 11)])
+    tier.plan_backup(torch.arange(1, 11), torch.arange(30, 40), HOST)
+    steps(arrived=False)
+    assert [event.reached for event in events] == [False] * 4
+    steps(arrived=True)
+    assert len(events) == 5
+    tier.plan_backup(at(1), at(30), HOST)
+    tier.plan_load(torch.arange(30, 40), torch.arange(11, 21))
+    steps(arrived=False)
+    assert not events[-1].reached and read(cache, torch.arange(11, 21)) == [None] * 10
+    steps(arrived=True)
+    assert read(cache, torch.arange(11, 21)) == read(cache, torch.arange(1, 11))
+
+
+def test_a_backup_that_frees_its_slots_is_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --hicache-write-policy write_back the forward writes to them, and so behind a load."""
+    arrivals(monkeypatch)
+    tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
+    write(cache, at(1, 2), [1.0, 2.0])
+    tier.plan_backup(at(1), at(30), HOST, frees=True)
+    tier.plan_load(at(30), at(5))
+    tier.plan_backup(at(2), at(31), HOST, frees=True)
+    tier.run_copies(nothing, at(1, 2))
+    write(cache, at(1, 2), [-1.0, -1.0])
+    tier.plan_load(at(30, 31), at(6, 7))
+    tier.run_copies(nothing)
+    assert read(cache, at(5, 6, 7)) == [1.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("window", [None, 8])

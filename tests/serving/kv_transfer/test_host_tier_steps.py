@@ -30,6 +30,7 @@ from tests.serving.kv_transfer.test_host_tier import (
     SHAPE,
     SLOTS,
     Arrival,
+    arrivals,
     at,
     group,
     nothing,
@@ -49,15 +50,7 @@ def _two_tokens_per_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Arrival]:
-    """Events of a device that reaches an event when the host waits for it."""
-    made: list[Arrival] = []
-
-    def event(_device: object) -> Arrival:
-        made.append(Arrival())
-        return made[-1]
-
-    monkeypatch.setattr(staging, "_event", event)
-    return made
+    return arrivals(monkeypatch)
 
 
 def test_a_step_copies_as_many_tokens_as_it_computes_and_a_piece(
@@ -283,50 +276,6 @@ def test_the_next_piece_is_gathered_while_the_forward_runs(
         tier.run_copies(nothing, NO_SLOTS)
         assert calls == expected
         calls.clear()
-
-
-def test_a_step_leaves_what_the_host_would_wait_for_to_a_later_one(
-    events: list[Arrival], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A piece while there is no room for it, and a load while a backup is on its way."""
-    # Four pieces.
-    monkeypatch.setattr(staging, "RING", 128)
-    tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
-
-    def steps(arrived: bool) -> None:
-        for _ in range(6):
-            for event in events:
-                event.reached |= arrived
-            tier.run_copies(nothing, NO_SLOTS)
-            if arrived:
-                tier._staging.wait()
-
-    write(cache, torch.arange(1, 11), [float(slot) for slot in range(1, 11)])
-    tier.plan_backup(torch.arange(1, 11), torch.arange(30, 40), HOST)
-    steps(arrived=False)
-    assert [event.reached for event in events] == [False] * 4
-    steps(arrived=True)
-    assert len(events) == 5
-    tier.plan_backup(at(1), at(30), HOST)
-    tier.plan_load(torch.arange(30, 40), torch.arange(11, 21))
-    steps(arrived=False)
-    assert not events[-1].reached and read(cache, torch.arange(11, 21)) == [None] * 10
-    steps(arrived=True)
-    assert read(cache, torch.arange(11, 21)) == read(cache, torch.arange(1, 11))
-
-
-def test_a_backup_that_frees_its_slots_is_made_at_once(events: list[Arrival]) -> None:
-    """With --hicache-write-policy write_back the forward writes to them, and so behind a load."""
-    tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
-    write(cache, at(1, 2), [1.0, 2.0])
-    tier.plan_backup(at(1), at(30), HOST, frees=True)
-    tier.plan_load(at(30), at(5))
-    tier.plan_backup(at(2), at(31), HOST, frees=True)
-    tier.run_copies(nothing, at(1, 2))
-    write(cache, at(1, 2), [-1.0, -1.0])
-    tier.plan_load(at(30, 31), at(6, 7))
-    tier.run_copies(nothing)
-    assert read(cache, at(5, 6, 7)) == [1.0, 1.0, 2.0]
 
 
 def test_the_host_waits_for_no_device(
