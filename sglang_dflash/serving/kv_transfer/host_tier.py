@@ -220,14 +220,14 @@ class HostTier:
     def _pieces_to_load(self, host_slots: Tensor) -> list[tuple[KVGroup, HostKV, Tensor]]:
         """The pieces of a prefix to load: int64 numbers of its tokens, of those that the host
         has."""
-        found = list[tuple[KVGroup, HostKV, Tensor]]()
+        loads = list[tuple[KVGroup, HostKV, Tensor]]()
         for group, host_kv in zip(self._groups, self._host_kv, strict=bool(self._host_kv)):
             tokens = self._chosen(group, host_kv.live[host_slots])
             pieces = list(tokens.split(self._piece(group))) if len(tokens) else []
             # Drafts need the last tokens most. But what a ring gets last stays longest.
             ordered = pieces if group.reach.is_bounded else reversed(pieces)
-            found += [(group, host_kv, piece) for piece in ordered]
-        return found
+            loads += [(group, host_kv, piece) for piece in ordered]
+        return loads
 
     def _land(self, group: KVGroup, buffer: StagingBuffer, slots: Tensor, generation: int) -> int:
         """Write the draft K/V of a piece that was fetched. Returns its tokens."""
