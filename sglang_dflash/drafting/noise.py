@@ -54,9 +54,6 @@ class LogitScale(NamedTuple):
         return capped.where(scaled.isfinite(), scaled)
 
 
-PLAIN = LogitScale()
-
-
 class BlockNoise(NamedTuple):
     """The random numbers that the target samples the tokens of a block with.
 

@@ -10,8 +10,9 @@ import torch
 from sglang.srt.layers import sampler as sglangs
 from torch import Tensor
 
-from sglang_dflash.drafting.heads.head import TargetHead
-from sglang_dflash.drafting.heads.plain import ArgmaxHead
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.drafting.heads.head import DraftHead, TargetHead
+from sglang_dflash.drafting.heads.plain import HeadModule
 from sglang_dflash.drafting.noise import (
     SAMPLED,
     BlockNoise,
@@ -23,6 +24,7 @@ from sglang_dflash.drafting.noise import (
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
+from tests.conftest import raw_config
 
 VOCAB, BLOCK = 50, 4
 
@@ -81,9 +83,10 @@ def blocks(tokens: Tensor) -> SampledBlocks:
     return SampledBlocks(tokens, candidates, torch.zeros_like(candidates).float())
 
 
-def head_of(tp: TensorParallel, weight: Tensor, first_id: int = 0) -> ArgmaxHead:
+def head_of(tp: TensorParallel, weight: Tensor, first_id: int = 0) -> DraftHead:
     target = TargetHead(lambda ids: ids, lambda x: x @ weight.T, first_id)
-    return ArgmaxHead(target, tp, TorchOps(), candidates=16)
+    config = DraftConfig.from_dict(raw_config())
+    return HeadModule(config, tp, TorchOps()).over(target)
 
 
 def test_a_head_drafts_by_both_rules_on_any_number_of_ranks() -> None:

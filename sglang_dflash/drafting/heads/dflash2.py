@@ -6,8 +6,6 @@ taps, C groups of channels, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -15,8 +13,8 @@ from torch import Tensor, nn
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.heads.dflash2 import Convolution, DFlash2Config, Selector
-from sglang_dflash.drafting.heads.head import Around, DraftHead, Finish, TargetHead
-from sglang_dflash.drafting.heads.plain import CandidateHead, HeadModule
+from sglang_dflash.drafting.heads.head import Around, Finish
+from sglang_dflash.drafting.heads.plain import HeadModule
 from sglang_dflash.drafting.ops import Edges, TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.random_inputs import Cases, RandomInputs
@@ -46,18 +44,6 @@ class DFlash2Module(HeadModule):
         convolutions = cast(LayerConvolutions, self.layers[layer])
         return convolutions.attention_conv, convolutions.mlp_conv
 
-    def over(self, target: TargetHead) -> DraftHead:
-        if self.candidate_selector is None:
-            return super().over(target)
-        return SelectorHead(
-            target=target,
-            tp=self.tp,
-            ops=self.ops,
-            candidates=self.candidates,
-            scale=self.scale,
-            selector=self.candidate_selector,
-        )
-
     def check_cases(self, draw: RandomInputs, requests: int, block: int) -> Cases:
         config, head, cases = self.config, cast(DFlash2Config, self.config.head), Cases()
         if head.convolution is not None:
@@ -68,12 +54,12 @@ class DFlash2Module(HeadModule):
             cases["convolve"] = lambda ops: (ops.convolve(x, base, dynamic, bias),)
         return cases | super().check_cases(draw, requests, block)
 
-    def edges(self, hidden: Callable[[int], Tensor]) -> Edges | None:
+    def edges(self, drafts: Tensor) -> Edges | None:
         weights = self.candidate_selector
         if weights is None:
             return None
         tables = weights.predecessor_codebook, weights.successor_codebook
-        return Edges(hidden(tables[0].shape[1]), *tables)
+        return Edges(weights.hidden_projection(drafts), *tables)
 
 
 class LayerConvolutions(nn.Module):
@@ -116,6 +102,8 @@ class CandidateSelector(nn.Module):
     """The weights of the candidate selector. Every rank holds all of them.
 
     The score of candidate c after token p is its logit + <A[p] * project(hidden), B[c]>.
+    `CandidateSelector` in SGLang's `srt/models/dflash.py` computes it for all pairs of candidates.
+    A walk needs the row of the token that was taken only.
 
     Attributes:
         predecessor_codebook: A, `[V, r]`.
@@ -128,20 +116,3 @@ class CandidateSelector(nn.Module):
         self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, config.rank))
         self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, config.rank))
         self.hidden_projection = nn.Linear(width, config.rank, bias=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelectorHead(CandidateHead):
-    """The head of DFlash2: a walk over the likeliest tokens of each position, in which each token
-    depends on the one before it.
-
-    `CandidateSelector` in SGLang's `srt/models/dflash.py` computes the same from a lattice of all
-    pairs of candidates. A walk needs the row of the token that was taken only.
-    """
-
-    selector: CandidateSelector
-
-    def edges(self, drafts: Tensor) -> Edges:
-        weights = self.selector
-        tables = weights.predecessor_codebook, weights.successor_codebook
-        return Edges(weights.hidden_projection(drafts), *tables)

@@ -10,13 +10,7 @@ from torch import Tensor, nn
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.heads.head import Around, DraftHead, TargetHead, unchanged
-from sglang_dflash.drafting.noise import (
-    LIKELIEST,
-    PLAIN,
-    BlockNoise,
-    LogitScale,
-    SampledBlocks,
-)
+from sglang_dflash.drafting.noise import LIKELIEST, BlockNoise, LogitScale, SampledBlocks
 from sglang_dflash.drafting.ops import Edges, TorchOps, candidate_scores
 from sglang_dflash.drafting.parallel import (
     TensorParallel,
@@ -56,7 +50,7 @@ class HeadModule(nn.Module):
 
     def over(self, target: TargetHead) -> DraftHead:
         """The head over an embedding and lm_head."""
-        return ArgmaxHead(target, self.tp, self.ops, self.candidates, self.scale)
+        return CandidateHead(target, self)
 
     @property
     def candidates(self) -> int:
@@ -64,12 +58,9 @@ class HeadModule(nn.Module):
         vocabulary = self.config.draft_vocab_size or self.config.vocab_size
         return min(self.config.head.candidates, vocabulary // self.tp.size)
 
-    def edges(self, hidden: Callable[[int], Tensor]) -> Edges | None:
-        """Return what scores of candidates depend on besides logits; None for nothing.
-
-        Args:
-            hidden: rank r -> projected hidden states `[R, P, r]`, for checks.
-        """
+    def edges(self, drafts: Tensor) -> Edges | None:
+        """Return what scores of candidates depend on besides logits, of the drafts' hidden states
+        `[R, P, E]`; None for nothing."""
         return None
 
     def check_cases(self, draw: RandomInputs, requests: int, block: int) -> Cases:
@@ -83,7 +74,7 @@ class HeadModule(nn.Module):
         vocabulary = (self.config.draft_vocab_size or vocab_size) // self.tp.size
         logits = draw.floats(requests, vocabulary)
         shape = requests, block - 1, k
-        edges = self.edges(lambda rank: draw.floats(*shape[:2], rank))
+        edges = self.edges(draw.floats(*shape[:2], self.config.hidden_size))
         bonus = draw.ints(0, vocab_size, requests)
         walk = draw.floats(*shape).float(), draw.ints(0, vocab_size, *shape), bonus, edges
         temperatures = torch.linspace(0.0, 1.5, requests, device=draw.device)
@@ -114,7 +105,7 @@ class HeadModule(nn.Module):
         """
         k, ops, vocabulary = self.candidates, self.ops, self.config.vocab_size
         shape = (len(bonus), len(logits) // len(bonus), k)
-        edges = self.edges(lambda rank: logits.new_empty(*shape[:2], rank).normal_())
+        edges = self.edges(logits.new_empty(*shape[:2], self.config.hidden_size).normal_())
         rank = 0 if edges is None else edges.hidden.shape[-1]
         scores = torch.randn(shape, device=logits.device)
         ids = torch.randint(vocabulary, shape, device=logits.device)
@@ -129,42 +120,38 @@ class HeadModule(nn.Module):
 
 @dataclass(frozen=True)
 class CandidateHead:
-    """A head that takes one of the likeliest tokens of each position.
+    """A head that takes one of the likeliest tokens of each position: the token of the largest
+    logit, or the next one of a walk, in which each token depends on the one before it.
 
     Letters in shapes: K candidates; P drafts of a block.
 
     Attributes:
-        candidates: K.
+        module: its part of the draft network.
     """
 
     target: TargetHead
-    tp: TensorParallel
-    ops: TorchOps
-    candidates: int
-    scale: LogitScale = PLAIN
-
-    def edges(self, drafts: Tensor) -> Edges | None:
-        """Return what scores depend on besides logits, of hidden states `[R, P, E]`; None for
-        nothing."""
-        raise NotImplementedError
+    module: HeadModule
 
     def __call__(
         self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None
     ) -> Tensor | SampledBlocks:
         drafts = hidden[:, 1:]
-        values, ids = self._candidates(self.target.logits(drafts.flatten(0, 1)))
+        logits, edges = self.target.logits(drafts.flatten(0, 1)), self.module.edges(drafts)
+        if noise is None and edges is None:
+            drafted = argmax_of_shards(logits, self.target.first_id, self.module.tp)
+            return self.target.tokens(drafted).unflatten(0, drafts.shape[:2])
+        values, ids = self._candidates(logits)
         shape = (*drafts.shape[:2], ids.shape[1])
-        logits = self.scale(values).view(shape)
-        ids = ids.view(shape)
-        tokens, scores = self.ops.walk(logits, ids, bonus, self.edges(drafts), noise)
+        scaled, ids = self.module.scale(values).view(shape), ids.view(shape)
+        tokens, scores = self.module.ops.walk(scaled, ids, bonus, edges, noise)
         return tokens if scores is None else SampledBlocks(tokens, ids, scores)
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The largest logits `[N, K]` of all ranks, in descending order, and their tokens."""
-        values, columns = self.ops.candidates(logits, self.candidates)
+        values, columns = self.module.ops.candidates(logits, self.module.candidates)
         if self.target.first_id:
             columns = columns + self.target.first_id
-        return candidates_of_ranks(values, self.target.tokens(columns), self.tp)
+        return candidates_of_ranks(values, self.target.tokens(columns), self.module.tp)
 
     def shortfall(
         self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None = None
@@ -187,32 +174,17 @@ class CandidateHead:
         logits = self.target.logits(drafts.flatten(0, 1))
         values, candidates = self._candidates(logits)
         columns = self.target.columns(ids.flatten()) - self.target.first_id
-        taken = taken_of_shards(logits, columns, self.tp)
+        taken = taken_of_shards(logits, columns, self.module.tp)
         # What was taken, then the candidates.
         tokens = torch.cat((ids[..., None], candidates.view(*ids.shape, -1)), -1)
-        scores = self.scale(torch.cat((taken[:, None], values.float()), -1)).view(tokens.shape)
-        edges, before = self.edges(drafts), torch.cat((bonus[:, None], ids[:, :-1]), 1)
+        scores = torch.cat((taken[:, None], values.float()), -1)
+        scores = self.module.scale(scores).view(tokens.shape)
+        edges, before = self.module.edges(drafts), torch.cat((bonus[:, None], ids[:, :-1]), 1)
         if edges is not None:
             scores = candidate_scores(scores, tokens, before, edges)
         if noise is not None:
             scores = noise.scores(scores, tokens)
         return scores[..., 1:].amax(-1) - scores[..., 0], scores[..., 1:].abs().amax()
-
-
-class ArgmaxHead(CandidateHead):
-    """The head of DFlash v1: the token of the largest logit, at every position."""
-
-    def edges(self, drafts: Tensor) -> None:
-        del drafts
-
-    def __call__(
-        self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None
-    ) -> Tensor | SampledBlocks:
-        if noise is not None:
-            return super().__call__(hidden, bonus, noise)
-        logits, first_id = self.target.logits(hidden[:, 1:].flatten(0, 1)), self.target.first_id
-        drafted = argmax_of_shards(logits, first_id, self.tp)
-        return self.target.tokens(drafted).unflatten(0, (len(hidden), -1))
 
 
 def _likeness(walk: Walk, tokens: Tensor, noise: BlockNoise) -> Tensor:
