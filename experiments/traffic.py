@@ -35,6 +35,7 @@ from experiments.launches import Launch, bytes_of, record_launches
 from experiments.runner import NoOptions as Options
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.drafting.attention.backend import AttentionSizes
+from sglang_dflash.drafting.attention.capabilities import AttentionLoad
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
@@ -132,10 +133,9 @@ def _drafter(
             cache = RingKVCache(
                 entries, slots, shape, torch.bfloat16, device, place=ops.place_in_ring
             )
-        sizes = AttentionSizes(
-            block, device, layer_group.attentions, requests=requests, columns=row.context
-        )
-        groups.append(KVGroup(layer_group, cache, TritonAttention(config, sizes, PROCESSORS)))
+        load = AttentionLoad(config, block, requests, row.context, PROCESSORS)
+        attention = TritonAttention(AttentionSizes(load, device, layer_group.attentions))
+        groups.append(KVGroup(layer_group, cache, attention))
     vocabulary = torch.empty(config.vocab_size, config.hidden_size)
     head = TargetHead(lambda ids: vocabulary[ids], lambda hidden: hidden @ vocabulary.T)
     return Drafter(model, head, groups, options)

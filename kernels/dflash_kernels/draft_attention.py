@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import Workspace, block_attention
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.drafting.attention.backend import AttentionSizes, processors_of
+from sglang_dflash.drafting.attention.backend import AttentionSizes
 from sglang_dflash.drafting.attention.capabilities import choose_splits, split_shape
 from sglang_dflash.drafting.attention.table import ContextTable
 
@@ -17,10 +16,9 @@ from sglang_dflash.drafting.attention.table import ContextTable
 class TritonAttention:
     """`DraftAttention` that reads the cache in place, with a workspace of fixed size."""
 
-    def __init__(self, config: DraftConfig, sizes: AttentionSizes, processors: int) -> None:
-        """`processors`: multiprocessors of the GPU."""
-        self._layers, self._processors = sizes.layers, processors
-        programs, *self._shape = split_shape(sizes.load(config, processors))
+    def __init__(self, sizes: AttentionSizes) -> None:
+        self._layers, self._processors = sizes.layers, sizes.load.processors
+        programs, *self._shape = split_shape(sizes.load)
         device = sizes.device
         self._partial = torch.empty(programs, *self._shape, dtype=torch.float32, device=device)
         self._lse = torch.empty(programs, self._shape[0], dtype=torch.float32, device=device)
@@ -49,8 +47,3 @@ class TritonAttention:
             self._partial[:programs].view(*shape, *self._shape),
             self._lse[:programs].view(*shape, self._shape[0]),
         )
-
-
-def make(config: DraftConfig, sizes: AttentionSizes) -> TritonAttention:
-    """The backend for the GPU of `sizes`."""
-    return TritonAttention(config, sizes, processors_of(sizes.device))

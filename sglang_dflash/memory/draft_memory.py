@@ -162,12 +162,7 @@ def draft_memory(config: DraftConfig, steps: StepSizes) -> DraftMemory:
             for reach, count in zip(reaches, columns, strict=True)
         ),
         attention_workspace=sum(
-            steps.attention.workspace(
-                AttentionLoad(
-                    requests, count, block, part.num_attention_heads,
-                    part.num_key_value_heads, part.head_dim, steps.processors,
-                )
-            )
+            steps.attention.workspace(AttentionLoad(part, block, requests, count, steps.processors))
             for count in columns
         ),
         graph_buffers=steps.recorded * recorded,

@@ -36,6 +36,7 @@ from triton.runtime.jit import JITFunction, KernelInterface, create_function_fro
 from sglang_dflash.checkpoint.draft_config import WHOLE_CONTEXT, DraftConfig, LayerGroup
 from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.drafting.attention.backend import AttentionSizes
+from sglang_dflash.drafting.attention.capabilities import AttentionLoad
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.draft_source import DraftSource
 from sglang_dflash.drafting.drafter import Drafter
@@ -44,7 +45,6 @@ from sglang_dflash.drafting.heads.head import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.penalties import Penalties, Penalty, Stops
 from sglang_dflash.drafting.self_check import op_cases
 from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay, ReplayOps
@@ -124,11 +124,8 @@ def drafter_of(window: int | None) -> Drafter:
 
     def attention(layer_group: LayerGroup) -> TritonAttention:
         columns = layer_group.reach.tokens_read(COLUMNS)
-        sizes = AttentionSizes(
-            options.draft_block, torch.device("cpu"), layer_group.attentions,
-            requests=ROWS, columns=columns,
-        )  # fmt: skip
-        return TritonAttention(CONFIG, sizes, processors=132)
+        load = AttentionLoad(CONFIG, options.draft_block, ROWS, columns, processors=132)
+        return TritonAttention(AttentionSizes(load, torch.device("cpu"), layer_group.attentions))
 
     groups = kv_groups(model, options, SLOTS, 1000, dtype=dtype, attention=attention)
     head = TargetHead(
@@ -225,16 +222,14 @@ def compiled_for(draft: str, ranks: int) -> int:
     """Compilations of attention for a kind of layer, its merge included, at most: in all batches
     and contexts that a server records."""
     config, counts = DraftConfig.from_dict(shipped("draft")[draft].config), []
-    tp, dtype, device = TensorParallel(size=ranks), torch.bfloat16, torch.device("cpu")
+    dtype, device = torch.bfloat16, torch.device("cpu")
     part, block = config.of_rank(ranks), config.block_size
     heads, kv_heads = part.num_attention_heads, part.num_key_value_heads
     for layer_group in config.groups(WHOLE_CONTEXT):
         shape = 64, len(layer_group.attentions), 2, kv_heads, config.head_dim
         kv = torch.zeros(shape, dtype=dtype)
-        sizes = AttentionSizes(
-            block, device, layer_group.attentions, tp, requests=RECORDED[-1], columns=POSITIONS
-        )
-        attention = TritonAttention(config, sizes, processors=132)
+        load = AttentionLoad(part, block, RECORDED[-1], POSITIONS, processors=132)
+        attention = TritonAttention(AttentionSizes(load, device, layer_group.attentions))
         for layer in {of: i for i, of in enumerate(layer_group.attentions)}.values():
             with watched() as found:
                 for count, positions in itertools.product(

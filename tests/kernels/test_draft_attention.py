@@ -10,7 +10,7 @@ from dflash_kernels.draft_attention import TritonAttention
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig, Reach
 from sglang_dflash.drafting.attention.backend import AttentionSizes
-from sglang_dflash.drafting.attention.capabilities import choose_splits, split_shape
+from sglang_dflash.drafting.attention.capabilities import AttentionLoad, choose_splits, split_shape
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.attention.visibility import context_positions
@@ -38,12 +38,12 @@ def test_it_is_the_reference(reach: Reach) -> None:
     config = DraftConfig.from_dict(raw_config(**LAYERS))
     # A sliding layer may read more than its window: what it does not see is masked.
     layers = tuple(replace(layer, reach=reach) for layer in config.layers)
-    sizes = AttentionSizes(BLOCK, torch.device(DEVICE), layers, requests=4, columns=600)
+    load = AttentionLoad(config, BLOCK, requests=4, columns=600, processors=8)
     rows = BLOCK * HEADS // KV_HEADS
-    ours = TritonAttention(config, sizes, processors=8)
+    ours = TritonAttention(AttentionSizes(load, torch.device(DEVICE), layers))
     reference = TorchAttention(layers, BLOCK)
     # At most, 3 requests of 2 kv heads with 2 splits each.
-    assert split_shape(sizes.load(config, processors=8)) == (12, rows, HEAD_DIM)
+    assert split_shape(load) == (12, rows, HEAD_DIM)
     kv = torch.randn(700, 2, 2, KV_HEADS, HEAD_DIM, device=DEVICE)
     for lengths in ([590], [5, 0], [300, 1, 20, 7], []):
         seq_lens = torch.tensor(lengths, dtype=torch.int64, device=DEVICE)

@@ -15,6 +15,7 @@ import torch
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.drafting.attention.backend import AttentionSizes
+from sglang_dflash.drafting.attention.capabilities import AttentionLoad
 from sglang_dflash.drafting.attention.paged import Pages
 from sglang_dflash.drafting.attention.visibility import keys_around
 from sglang_dflash.serving.gpu import flash_attention
@@ -128,6 +129,6 @@ def test_another_generation_is_refused(
     name: str, majors: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (12, 0))
-    sizes = AttentionSizes(4, torch.device("cuda"), ())
+    load = AttentionLoad(DraftConfig.from_dict(raw_config()), 4, 1, 1, processors=132)
     with refused("attention", name, reason=majors):
-        getattr(flash_attention, name)(DraftConfig.from_dict(raw_config()), sizes)
+        getattr(flash_attention, name)(AttentionSizes(load, torch.device("cuda"), ()))

@@ -34,8 +34,8 @@ BACKENDS = {
     # As FA3 and FA4.
     "pages": Backend(
         Capabilities(capturable=True, scratch=True),
-        lambda _, sizes: PagedAttention(
-            sizes.layers, sizes.draft_block, sizes.scratch, plain_kernel, sizes.holes
+        lambda sizes: PagedAttention(
+            sizes.layers, sizes.load.draft_block, sizes.scratch, plain_kernel, sizes.holes
         ),
     ),
 }
@@ -54,8 +54,7 @@ MIXED = {
 def test_the_smallest_server_passes_its_own_checks(
     backend: str, requests: int, ring: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("dflash_kernels.draft_attention", "sglang_dflash.serving.start.plan"):
-        monkeypatch.setattr(f"{module}.processors_of", lambda _: 132)
+    monkeypatch.setattr("sglang_dflash.serving.start.plan.processors_of", lambda _: 132)
     device = torch.device(DEVICE)
     ops = TritonOps() if backend == "triton" else TorchOps()
     with device:

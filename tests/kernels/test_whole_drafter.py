@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerGroup
 from sglang_dflash.drafting.attention.backend import AttentionSizes, DraftAttention
+from sglang_dflash.drafting.attention.capabilities import AttentionLoad
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
@@ -58,11 +59,9 @@ class Side:
         def attention(layer_group: LayerGroup) -> DraftAttention:
             if not triton:
                 return TorchAttention(layer_group.attentions, options.draft_block)
-            device = torch.device(DEVICE)
-            sizes = AttentionSizes(
-                options.draft_block, device, layer_group.attentions, requests=ROWS, columns=WIDTH
-            )
-            return TritonAttention(config, sizes, processors=64)
+            load = AttentionLoad(config, options.draft_block, ROWS, WIDTH, processors=64)
+            attended = layer_group.attentions
+            return TritonAttention(AttentionSizes(load, torch.device(DEVICE), attended))
 
         # Too few entries for all, so that some tokens are lost.
         groups = kv_groups(self.model, options, ROWS * WIDTH, 60, attention=attention)

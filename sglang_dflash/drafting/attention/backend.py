@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,7 +18,6 @@ from sglang_dflash.drafting.attention.capabilities import (
 )
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
-from sglang_dflash.drafting.parallel import TensorParallel
 
 
 class DraftAttention(Protocol):
@@ -55,40 +54,21 @@ class DraftAttention(Protocol):
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """The sizes and options that an attention backend is made for, beside the draft's config.
+    """The sizes and options that an attention backend is made for.
 
     Attributes:
-        draft_block: B, tokens of a draft block.
+        load: its largest step.
         device: of the cache.
         layers: the layers that it serves, and how each attends.
-        tp: this rank, which holds a part of the heads.
-        requests: largest number of requests in a batch.
-        columns: of the widest table.
         scratch: the cache's first scratch entry, if the backend needs them.
         holes: whether the K/V of a visible token may be missing: the cache has tags.
     """
 
-    draft_block: int
+    load: AttentionLoad
     device: torch.device
     layers: tuple[LayerAttention, ...]
-    tp: TensorParallel = field(default_factory=TensorParallel)
-    requests: int = 1
-    columns: int = 1
     scratch: int = 0
     holes: bool = True
-
-    def load(self, config: DraftConfig, processors: int) -> AttentionLoad:
-        """The largest step; `processors`: multiprocessors of the GPU."""
-        part = config.of_rank(self.tp.size)
-        return AttentionLoad(
-            self.requests,
-            self.columns,
-            self.draft_block,
-            part.num_attention_heads,
-            part.num_key_value_heads,
-            part.head_dim,
-            processors,
-        )
 
 
 def processors_of(device: torch.device) -> int:
@@ -100,16 +80,16 @@ def processors_of(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Backend:
-    """The capabilities of a backend, and how to make one for a draft."""
+    """The capabilities of a backend, and how to make one."""
 
     capabilities: Capabilities
-    make: Callable[[DraftConfig, AttentionSizes], DraftAttention]
+    make: Callable[[AttentionSizes], DraftAttention]
 
 
 # The one that needs no kernels. All are in `ATTENTION` of `serving/gpu/backends.py`.
 TORCH = Backend(
     CAPABILITIES["torch"],
-    lambda _config, sizes: TorchAttention(sizes.layers, sizes.draft_block),
+    lambda sizes: TorchAttention(sizes.layers, sizes.load.draft_block),
 )
 
 

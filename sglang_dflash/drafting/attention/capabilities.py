@@ -23,19 +23,17 @@ class AttentionLoad(NamedTuple):
     """The largest step of a group of draft layers, on one rank.
 
     Attributes:
+        config: the rank's part of the draft.
+        draft_block: B, tokens of a draft block.
         requests: R.
         columns: C, of the widest table.
-        draft_block: B.
-        heads, kv_heads, head_dim: H, G and D.
         processors: multiprocessors of the GPU.
     """
 
+    config: DraftConfig
+    draft_block: int
     requests: int
     columns: int
-    draft_block: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     processors: int
 
 
@@ -47,7 +45,9 @@ def bytes_of_a_column(kv_heads: int, head_dim: int, rows: int, itemsize: int = 4
 
 def chunk_bytes(load: AttentionLoad) -> int:
     """Bytes of a chunk of torch's attention, or of the widest table of the largest batch."""
-    each = bytes_of_a_column(load.kv_heads, load.head_dim, load.draft_block * load.heads)
+    part = load.config
+    rows = load.draft_block * part.num_attention_heads
+    each = bytes_of_a_column(part.num_key_value_heads, part.head_dim, rows)
     return min(CHUNK_BYTES, load.requests * (load.columns + load.draft_block) * each)
 
 
@@ -74,18 +74,16 @@ def choose_splits(requests: int, kv_heads: int, columns: int, processors: int) -
 def split_shape(load: AttentionLoad) -> tuple[int, int, int]:
     """Programs, rows of each, and head dim: of the outputs of splits, of the batch that has the
     most."""
+    part, kv_heads = load.config, load.config.num_key_value_heads
     programs = max(
         (
-            requests * load.kv_heads * splits.most
+            requests * kv_heads * splits.most
             for requests in range(1, load.requests + 1)
-            if (
-                splits := choose_splits(requests, load.kv_heads, load.columns, load.processors)
-            ).most
-            > 1
+            if (splits := choose_splits(requests, kv_heads, load.columns, load.processors)).most > 1
         ),
         default=0,
     )
-    return programs, load.draft_block * (load.heads // load.kv_heads), load.head_dim
+    return programs, load.draft_block * (part.num_attention_heads // kv_heads), part.head_dim
 
 
 def split_bytes(load: AttentionLoad) -> int:

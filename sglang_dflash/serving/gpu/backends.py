@@ -20,7 +20,9 @@ FP8_CAPABILITY = (8, 9)
 _FLASH = "sglang_dflash.serving.gpu.flash_attention:"
 # Their modules are loaded when they are made: each needs another package.
 ATTENTION: Mapping[str, Backend] = {
-    "triton": Backend(CAPABILITIES["triton"], LazyImport("dflash_kernels.draft_attention:make")),
+    "triton": Backend(
+        CAPABILITIES["triton"], LazyImport("dflash_kernels.draft_attention:TritonAttention")
+    ),
     "torch": TORCH,
     "fa3": Backend(CAPABILITIES["fa3"], LazyImport(_FLASH + "fa3")),
     "fa4": Backend(CAPABILITIES["fa4"], LazyImport(_FLASH + "fa4")),

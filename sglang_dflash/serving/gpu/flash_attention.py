@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.checkpoint.draft_config import LayerAttention
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.attention.backend import AttentionSizes
 from sglang_dflash.drafting.attention.paged import PagedAttention, PagedKernel, Pages
@@ -21,13 +21,13 @@ FA4_SPLITS = {9: 1, 10: 0}
 FA3_MAJORS = (8, 9)
 
 
-def fa4(config: DraftConfig, sizes: AttentionSizes) -> PagedAttention:
+def fa4(sizes: AttentionSizes) -> PagedAttention:
     """FA4. Raises ConfigError if this GPU has no kernel, or the package is missing."""
     major = _served_major("fa4", FA4_SPLITS, sizes.device)
     return _paged(sizes, fa4_kernel(FA4_SPLITS[major]))
 
 
-def fa3(config: DraftConfig, sizes: AttentionSizes) -> PagedAttention:
+def fa3(sizes: AttentionSizes) -> PagedAttention:
     """FA3. Raises ConfigError if this GPU has no kernel."""
     _served_major("fa3", FA3_MAJORS, sizes.device)
     return _paged(sizes, fa3_kernel())
@@ -47,7 +47,7 @@ def _served_major(name: str, majors: Collection[int], device: torch.device) -> i
 
 
 def _paged(sizes: AttentionSizes, kernel: PagedKernel) -> PagedAttention:
-    return PagedAttention(sizes.layers, sizes.draft_block, sizes.scratch, kernel, sizes.holes)
+    return PagedAttention(sizes.layers, sizes.load.draft_block, sizes.scratch, kernel, sizes.holes)
 
 
 def fa4_kernel(splits: int) -> Any:

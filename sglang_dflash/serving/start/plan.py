@@ -13,6 +13,7 @@ import torch
 from sglang_dflash.checkpoint.draft_config import LayerGroup
 from sglang_dflash.common.log import Log
 from sglang_dflash.drafting.attention.backend import AttentionSizes, Backend, processors_of
+from sglang_dflash.drafting.attention.capabilities import AttentionLoad
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.graphs import Recorder
 from sglang_dflash.drafting.groups import KVGroup
@@ -188,6 +189,7 @@ class Plan:
         per_slot = TaggedKVCache if self.hierarchical else DraftKVCache
         scratch = admitted * self.options.draft_block if self.backend.capabilities.scratch else 0
         groups, sized = [], self.draft_kv(carried)
+        part = self.model.config.of_rank(self.model.tp.size)
         for layer_group, kv in zip(self.layer_groups, sized, strict=True):
             shape = layer_group.kv_shape(self.model.kv_shape)
             of_cache = shape, self.kv_dtype, self.device, scratch
@@ -195,18 +197,21 @@ class Plan:
             cache = per_slot(target_slots, *of_cache) if entries is None else (
                 RingKVCache(entries, target_slots, *of_cache, self.model.ops.place_in_ring)
             )  # fmt: skip
-            sizes = AttentionSizes(
+            load = AttentionLoad(
+                part,
                 self.options.draft_block,
-                self.device,
-                layer_group.attentions,
-                tp=self.model.tp,
                 requests=admitted,
                 columns=layer_group.reach.tokens_read(positions),
+                processors=processors_of(self.device),
+            )
+            sizes = AttentionSizes(
+                load,
+                self.device,
+                layer_group.attentions,
                 scratch=cache.num_entries + 1,
                 holes=cache.has_holes,
             )
-            attention = self.backend.make(self.model.config, sizes)
-            groups.append(KVGroup(layer_group, cache, attention))
+            groups.append(KVGroup(layer_group, cache, self.backend.make(sizes)))
         return tuple(groups)
 
     def check(self, groups: Sequence[KVGroup], admitted: int) -> None:

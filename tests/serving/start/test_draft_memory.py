@@ -53,8 +53,7 @@ RUNNING, POSITIONS = 5, 3000
 
 @pytest.fixture(autouse=True)
 def _a_gpus_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("dflash_kernels.draft_attention", "sglang_dflash.serving.start.plan"):
-        monkeypatch.setattr(f"{module}.processors_of", lambda _: 132)
+    monkeypatch.setattr("sglang_dflash.serving.start.plan.processors_of", lambda _: 132)
 
 
 BACKENDS = {
@@ -64,8 +63,8 @@ BACKENDS = {
     ),
     "pages": Backend(
         Capabilities(capturable=True, scratch=True),
-        lambda _, sizes: PagedAttention(
-            sizes.layers, sizes.draft_block, sizes.scratch, plain_kernel, sizes.holes
+        lambda sizes: PagedAttention(
+            sizes.layers, sizes.load.draft_block, sizes.scratch, plain_kernel, sizes.holes
         ),
     ),
 }

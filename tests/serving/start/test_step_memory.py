@@ -45,8 +45,8 @@ def test_a_step_takes_no_more_than_was_reserved(
             "pages",
             Backend(
                 Capabilities(scratch=True),
-                lambda _, sizes: PagedAttention(
-                    sizes.layers, sizes.draft_block, sizes.scratch,
+                lambda sizes: PagedAttention(
+                    sizes.layers, sizes.load.draft_block, sizes.scratch,
                     lambda q, *_: torch.empty_like(q), sizes.holes,
                 ),
             ),
