@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,24 +64,9 @@ class PromptTokens:
         ]
 
 
-class PromptContext(NamedTuple):
-    """The tokens of a prefill forward that the drafter takes in, on the device. Known before the
-    forward.
-
-    Attributes:
-        positions: int64 `[N]`.
-        slots: int64 `[N]`, in the target's KV pool.
-        writes: what is written of them.
-    """
-
-    positions: Tensor
-    slots: Tensor
-    writes: PromptWrites
-
-
 def place_prompt(
     batch: ScheduleBatch, req_to_token: Tensor, groups: Sequence[KVGroup], carried: int
-) -> PromptContext:
+) -> tuple[Tensor, Tensor, PromptWrites]:
     """Choose the prompt tokens to project and find their slots; mark the slots of all tokens dead.
 
     To be called before the target's forward starts. SGLang may change the request-to-token table as
@@ -93,6 +77,10 @@ def place_prompt(
         req_to_token: int `[rows, positions]`, the request-to-token table.
         groups: the draft KV caches, and what their layers see.
         carried: requests that run at a time, at most.
+
+    Returns:
+        Of the tokens to project, on the device: positions int64 `[N]`, slots int64 `[N]` in the
+        target's KV pool, and what is written of them.
     """
     starts = batch.prefix_lens
     ends = [prefix + n for prefix, n in zip(starts, batch.extend_lens, strict=True)]
@@ -117,7 +105,7 @@ def place_prompt(
         for group, part in zip(groups, parts, strict=True)
     ]
     of_rows = None if isinstance(rows, slice) else rows
-    return PromptContext(positions[rows], slots[rows], PromptWrites(of_rows, writes))
+    return positions[rows], slots[rows], PromptWrites(of_rows, writes)
 
 
 def write_texts(batch: ScheduleBatch, lookup: Lookup) -> None:

@@ -117,7 +117,9 @@ class DFlashWorker:
         # the prefills before: nothing is copied after the forward.
         self.drafter.counters.send()
         self.figures.add(())
-        prompt = place_prompt(batch, self.req_to_token, self.drafter.groups, self.carried)
+        positions, slots, writes = place_prompt(
+            batch, self.req_to_token, self.drafter.groups, self.carried
+        )
         if self.lookup is not None:
             write_texts(batch, self.lookup)
         result = self.target_forward.prefill(batch, pp_proxy_tensors)
@@ -125,7 +127,7 @@ class DFlashWorker:
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
         hidden = result.logits_output.hidden_states
-        self.drafter.absorb(hidden, prompt.positions, prompt.slots, prompt=prompt.writes)
+        self.drafter.absorb(hidden, positions, slots, prompt=writes)
         replace_hidden_states(batch, result.logits_output)
         # In a mixed batch under overlap, the host does not know the decoding requests' next
         # token yet.
