@@ -46,12 +46,7 @@ def argmax_of_shards(logits: Tensor, first_id: int, tp: TensorParallel) -> Tenso
         int64 `[N]`; -1 for rows whose largest logit is not finite.
     """
     value, index = logits.max(-1)
-    return largest_of_ranks(value, index + first_id, tp)
-
-
-def largest_of_ranks(value: Tensor, ids: Tensor, tp: TensorParallel) -> Tensor:
-    """Return the ids of the largest values over all ranks, as `argmax_of_shards` does, from this
-    rank's largest values `[N]` and their ids int64 `[N]`."""
+    ids = index + first_id
     if tp.size == 1:
         return torch.where(value.isfinite(), ids, -1)
     # Ids below 2 ** 24 are exact in float32, so one gather carries values and ids.
@@ -74,7 +69,7 @@ def candidates_of_ranks(values: Tensor, ids: Tensor, tp: TensorParallel) -> tupl
     """
     if tp.size == 1:
         return values, ids
-    # As for `largest_of_ranks`, in one gather.
+    # As for `argmax_of_shards`, in one gather.
     values, all_ids = tp.all_gather(torch.stack((values.float(), ids.float()))).transpose(0, 1)
     values, best = values.transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
     best = best[:, : ids.shape[1]]
