@@ -89,6 +89,8 @@ class DFlashSpecWorker(BaseSpecWorker):
             load_draft: called with `dtype`, `device`, `tp` and `ops`.
         """
         super().__init__()
+        # The drafter is not a ModelRunner.
+        self._draft_worker = None
         self._target_worker, self._names = target_worker, flags.names(server_args)
         with ends_the_server(self._names):
             install_late(WORKER_PATCHES, "its DFLASH worker")
@@ -240,14 +242,6 @@ class DFlashSpecWorker(BaseSpecWorker):
             width_steps=widths.steps,
             labels=metric_labels(),
         )
-
-    @property
-    def draft_worker(self) -> None:
-        """None, because the drafter is not a ModelRunner."""
-        return None
-
-    def _draft_model_runners(self) -> tuple[Any, ...]:
-        return ()
 
     @property
     def draft_model(self) -> DraftModel:
