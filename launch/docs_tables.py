@@ -55,11 +55,8 @@ def flag(name: str) -> str:
 
 def builtin_settings() -> str:
     """Settings with which SGLang's worker serves; those with the same reason are in one row."""
-
-    def reason(row: Unserved) -> tuple[str, str]:
-        return "; ".join(filter(None, (row.why, row.note))), row.instead
-
-    rows = [(", ".join(map(_setting, alike)), *cells) for cells, alike in groupby(UNSERVED, reason)]
+    by_reason = groupby(UNSERVED, lambda row: (row.why, row.instead))
+    rows = [(", ".join(map(_setting, alike)), *cells) for cells, alike in by_reason]
     return table(("setting", "why", "to have ours"), rows)
 
 

@@ -31,7 +31,6 @@ class Unserved(NamedTuple):
         instead: what to do to have ours, in Markdown.
         in_docs: the setting in Markdown, for readers who have not given a value; `setting` with its
             flags marked if it is empty.
-        note: what the docs add to `why`.
     """
 
     setting: str
@@ -39,7 +38,6 @@ class Unserved(NamedTuple):
     why: str
     instead: str
     in_docs: str = ""
-    note: str = ""
 
 
 def _has(field: str) -> Callable[[Any, str | None], bool]:
@@ -97,9 +95,9 @@ UNSERVED = (
     ),
     Unserved(
         "--pp-size above 1", _above_1("pp_size"),
-        "the hidden states that a draft needs are spread over stages",
+        "the hidden states that a draft needs are spread over stages; SGLang refuses it, with its "
+        "own worker, too",
         "`--tp-size`",
-        note="SGLang refuses it, with its own worker, too",
     ),
     Unserved(
         "SGLANG_ENABLE_PP_SPEC", _is_set("SGLANG_ENABLE_PP_SPEC"),
