@@ -30,8 +30,6 @@ MOST_WAITING_STEPS = 16
 # Tokens that the drafter projects to K/V at a time, at most: a prompt takes several projections.
 MOST_PROJECTED = 512
 
-RECURRENT_ROLLBACKS = ("auto", "replay", "snapshot")
-
 
 def asks_dflash(algorithm: str | None) -> bool:
     """Return whether a value of --speculative-algorithm is DFLASH."""
@@ -191,8 +189,8 @@ class Options:
         sinks: first tokens of a request that stay visible beside the window.
         draft_kv_tokens: entries of the draft KV cache of layers that do not read the whole context;
             None for the default.
-        recurrent_rollback: how the target's recurrent layers follow an accepted prefix, one of
-            `RECURRENT_ROLLBACKS`; auto is replay where the kind of layer allows it.
+        recurrent_rollback: how the target's recurrent layers follow an accepted prefix: `replay`,
+            `snapshot`, or `auto`, which is replay where the kind of layer allows it.
 
     Raises:
         ConfigError: a value is out of range.
@@ -220,12 +218,6 @@ class Options:
                 "sinks",
                 self.sinks,
                 "this has no effect without a window; give {window} too, or leave it out",
-            )
-        if self.recurrent_rollback not in RECURRENT_ROLLBACKS:
-            raise ConfigError(
-                "recurrent_rollback",
-                self.recurrent_rollback,
-                f"choose one of {', '.join(RECURRENT_ROLLBACKS)}",
             )
 
     def resolve(self, config: DraftConfig) -> ResolvedOptions:

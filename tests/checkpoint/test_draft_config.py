@@ -97,7 +97,6 @@ def test_a_draft_that_does_not_tell_the_targets_depth_fits_by_the_layers_that_it
         ({"window": 2**31}, "to 2147483647"),
         ({"verify_block": 65}, "more than 16 times .* give at most 64"),
         ({"window": 3}, "smaller than the block size; give at least 4"),
-        ({"recurrent_rollback": "undo"}, "auto, replay, snapshot"),
     ],
 )
 def test_options_are_checked(options: dict, required: str) -> None:

@@ -15,7 +15,7 @@ from sglang_dflash.common.command_line import end_in_one_line, flag_of
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.common.log import Log
 from sglang_dflash.common.markdown import plain
-from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options, ResolvedOptions
+from sglang_dflash.drafting.options import Options, ResolvedOptions
 from sglang_dflash.drafting.width import AdaptiveWidth, WidthPolicy
 from sglang_dflash.patches.patch import is_loaded
 from sglang_dflash.serving.start.launch import check_port, listens
@@ -83,7 +83,7 @@ class ServerFlags:
         "how recurrent layers of the target follow an accepted prefix: `snapshot` keeps the state "
         "after every drafted token, `replay` keeps their inputs and folds the accepted ones in; "
         "`auto` is replay for Gated DeltaNet layers and SGLang's snapshots for others",
-        choices=RECURRENT_ROLLBACKS,
+        choices=("auto", "replay", "snapshot"),
     )
     draft_graphs: str = _flag(
         "auto",
