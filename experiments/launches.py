@@ -146,7 +146,7 @@ def count_replay(geometry: TargetGeometry, requests: int) -> dict[str, list[Laun
     """Return the launches of replay in a verify forward and its commit, half of each block
     accepted."""
     from sglang_dflash.serving.hybrid.replay_pool import Recording
-    from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay, ReplayOps
+    from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay
 
     shape = geometry.recurrent
     if shape is None:
@@ -185,7 +185,7 @@ def count_replay(geometry: TargetGeometry, requests: int) -> dict[str, list[Laun
     runner = SimpleNamespace(
         req_to_token_pool=pool, attn_backend=SimpleNamespace(linear_attn_backend=linear)
     )
-    replay = Replay(runner, ReplayOps(gated_delta_fold.fold_, gated_delta_fold.move_windows_))
+    replay = Replay(runner, gated_delta_fold.fold_, gated_delta_fold.move_windows_)
     gate, lengths = zeros(requests * BLOCK, value_heads), torch.zeros(requests, dtype=torch.int64)
     phases = {}
     # The first pass creates buffers; the second one is counted.

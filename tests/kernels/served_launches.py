@@ -47,7 +47,7 @@ from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.penalties import Penalties, Penalty, Stops
 from sglang_dflash.drafting.self_check import op_cases
-from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay, ReplayOps
+from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from tests.conftest import kv_groups, raw_config, with_own
 from tests.serving.recurrent_target import gdn_layer, recorded_runner
@@ -139,7 +139,7 @@ def replay_of() -> Replay:
     """Make a replay of two recurrent layers whose verify forward has been recorded."""
     dtype = torch.bfloat16
     runner = recorded_runner(gdn_layer(2, 16, dtype), 2, ROWS, CONFIG.block_size, dtype)
-    return Replay(runner, ReplayOps(fold_, move_windows_))
+    return Replay(runner, fold_, move_windows_)
 
 
 def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.recurrent.replay import RecurrentLayers
-from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay
+from sglang_dflash.serving.hybrid.rollback import Replay
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step.batch import checkpoints_due
 from tests.drafting.test_recurrent_fold import (
@@ -66,7 +66,7 @@ class Target:
 
 
 def commit(target: Target, tracked: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    replay = Replay(target.runner, TORCH_OPS)
+    replay = Replay(target.runner)
     monkeypatch.setattr(replay, "layers", lambda: target.layers)
     monkeypatch.setattr(our_batch, "mamba_track_grid", lambda _page: GRID)
     batch = batch_of(

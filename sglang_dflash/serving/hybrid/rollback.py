@@ -8,7 +8,6 @@ the state afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,19 +25,9 @@ from torch import Tensor
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
-from sglang_dflash.drafting.self_check import check_replay
+from sglang_dflash.drafting.self_check import Fold, MoveWindows, check_replay
 from sglang_dflash.patches.patch import install_late
 from sglang_dflash.serving.patches import REPLAY_PATCHES
-
-
-class ReplayOps(NamedTuple):
-    """The operations of a commit; see drafting/recurrent/replay.py."""
-
-    fold_: Callable[[RecurrentLayers, Tensor, VerifyInputs, Moves], None]
-    move_windows_: Callable[[Tensor, Tensor, Moves], None]
-
-
-TORCH_OPS = ReplayOps(replay.fold_, replay.move_windows_)
 
 
 class Checkpoints(NamedTuple):
@@ -100,13 +89,19 @@ class Rollback:
 
 
 class Replay(Rollback):
-    """Folds the accepted tokens of a recorded verify forward into the states of all layers."""
+    """Folds the accepted tokens of a recorded verify forward into the states of all layers, by
+    operations of `drafting/recurrent/replay.py` or others that compute the same."""
 
     name = "replay"
 
-    def __init__(self, model_runner: Any, ops: ReplayOps) -> None:
+    def __init__(
+        self,
+        model_runner: Any,
+        fold_: Fold = replay.fold_,
+        move_windows_: MoveWindows = replay.move_windows_,
+    ) -> None:
         super().__init__(model_runner)
-        self._ops = ops
+        self._ops = fold_, move_windows_
         self._layers: RecurrentLayers | None = None
         self._weights_changed = False
 
@@ -147,8 +142,9 @@ class Replay(Rollback):
         # [L, R, verify_block, C, window - 1], the last inputs after every block position.
         windows = cache.intermediate_conv_window[0]
         verified = VerifyInputs(recording.windows, windows[..., -1], *recording.gates)
-        self._ops.fold_(self.layers(), cache.temporal, verified, moves)
-        self._ops.move_windows_(cache.conv[0], windows, moves)
+        fold_, move_windows_ = self._ops
+        fold_(self.layers(), cache.temporal, verified, moves)
+        move_windows_(cache.conv[0], windows, moves)
 
     def warm_up(self) -> None:
         """Compile the kernels of a commit, with and without checkpoints, if a verify forward has
@@ -160,7 +156,7 @@ class Replay(Rollback):
             self._move(Moves(*[nothing] * 6))
 
     def check(self) -> None:
-        if self._ops != TORCH_OPS:
+        if self._ops != (replay.fold_, replay.move_windows_):
             cache = self._runner.req_to_token_pool.mamba_pool.mamba_cache
             check_replay(*self._ops, cache.conv[0], cache.temporal)
 
@@ -188,7 +184,11 @@ def make_rollback(requested: str, model_runner: Any, verify_block: int) -> Rollb
     if not replays(requested, model_runner.model_config):
         return Rollback(model_runner)
     install_late(REPLAY_PATCHES, "replay of recurrent layers")
-    return Replay(model_runner, _ops(torch.device(model_runner.device)))
+    if torch.device(model_runner.device).type != "cuda":
+        return Replay(model_runner)
+    from dflash_kernels import gated_delta_fold
+
+    return Replay(model_runner, gated_delta_fold.fold_, gated_delta_fold.move_windows_)
 
 
 def check_checkpoints(verify_block: int) -> None:
@@ -212,14 +212,6 @@ def check_checkpoints(verify_block: int) -> None:
 def replays(requested: str, model_config: Any) -> bool:
     """Return whether replay serves a target, by SGLang's config of it."""
     return requested != "snapshot" and hybrid_gdn_config(model_config) is not None
-
-
-def _ops(device: torch.device) -> ReplayOps:
-    if device.type != "cuda":
-        return TORCH_OPS
-    from dflash_kernels import gated_delta_fold
-
-    return ReplayOps(gated_delta_fold.fold_, gated_delta_fold.move_windows_)
 
 
 def stacked_layers(layers: list[Any]) -> RecurrentLayers:

@@ -17,10 +17,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_dflash.drafting.recurrent.replay import fold_, move_windows_
 from sglang_dflash.drafting.self_check import SelfCheckFailed
 from sglang_dflash.serving.draft_weights import updates
 from sglang_dflash.serving.hybrid import replay_pool
-from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay, ReplayOps, Rollback
+from sglang_dflash.serving.hybrid.rollback import Replay, Rollback
 from sglang_dflash.serving.start import memory
 from tests.patches.originals import original
 from tests.serving.fake_cuda import FakeCuda
@@ -160,13 +161,13 @@ def test_padding_is_recorded_too() -> None:
 
 def test_a_replay_that_differs_from_torch_is_found_at_start() -> None:
     runner = recorded_runner(gdn_layer(1, 4), depth=2, rows=3, block=4)
-    Replay(runner, TORCH_OPS).check()
+    Replay(runner).check()
     for ops in (
-        ReplayOps(lambda *_: None, TORCH_OPS.move_windows_),
-        ReplayOps(TORCH_OPS.fold_, lambda *_: None),
+        (lambda *_: None, move_windows_),
+        (fold_, lambda *_: None),
     ):
         with pytest.raises(SelfCheckFailed, match="replay"):
-            Replay(runner, ops).check()
+            Replay(runner, *ops).check()
 
 
 class Launched:
@@ -248,7 +249,7 @@ def test_new_weights_are_stacked_again() -> None:
     recorded = {i: layer_of(float(i)) for i in range(3)}
     pool = SimpleNamespace(recording=SimpleNamespace(layers=recorded))
     runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(mamba_pool=pool))
-    replay = Replay(runner, TORCH_OPS)
+    replay = Replay(runner)
     layers = replay.layers()
     stacked = (layers.conv_weight, layers.conv_bias, layers.a_log, layers.dt_bias)
     assert [t[1].unique().item() for t in stacked if t is not None] == [1.0] * 4

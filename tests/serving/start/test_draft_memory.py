@@ -32,7 +32,7 @@ from sglang_dflash.memory.draft_memory import (
 from sglang_dflash.memory.sizes import BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
-from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay
+from sglang_dflash.serving.hybrid.rollback import Replay
 from sglang_dflash.serving.kv_transfer.host_tier import HostTier
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import draft_reservation, size_state_pool
@@ -269,7 +269,7 @@ def test_what_replay_keeps_is_reserved_once(
     for index in params.layers:
         layer = SimpleNamespace(layer_id=index)
         pool.recording.record(requests, layer, gate, gate, slots, block)
-    kept = Replay(SimpleNamespace(req_to_token_pool=requests), TORCH_OPS).scratch_bytes
+    kept = Replay(SimpleNamespace(req_to_token_pool=requests)).scratch_bytes
     # A single number stands for the snapshots.
     kept -= pool.mamba_cache.intermediate_ssm.untyped_storage().nbytes()
     assert by_pool + replays.needed.total - snapshots.needed.total == kept

@@ -25,7 +25,7 @@ from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.text_match import LONGEST_MATCH
 from sglang_dflash.drafting.width import AdaptiveWidth
 from sglang_dflash.plugins.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
-from sglang_dflash.serving.hybrid.rollback import Replay, ReplayOps
+from sglang_dflash.serving.hybrid.rollback import Replay
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step import penalties as block_penalties
 from sglang_dflash.serving.step import sampling, target_forward
@@ -297,8 +297,7 @@ def test_replays_commit_stays_on_the_device(
     """All but two kernels (tests/kernels/test_gated_delta_fold.py), which are launched once."""
     runner = recorded_runner(gdn_layer(1, 4, device="cuda"), depth=2, rows=3, block=4)
     folded: list[Any] = []
-    ops = ReplayOps(lambda *args: folded.append(args), lambda *args: folded.append(args))
-    replay = Replay(runner, ops)
+    replay = Replay(runner, lambda *args: folded.append(args), lambda *args: folded.append(args))
     lengths = torch.ones(2, dtype=torch.int64, device="cuda")
     monkeypatch.setattr(our_batch, "mamba_track_grid", lambda _page: 8)
     batch = batch_of(
