@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.drafting.attention.backend import TORCH, choose_backend
-from sglang_dflash.drafting.attention.capabilities import Capabilities
+from sglang_dflash.drafting.attention import capabilities
+from sglang_dflash.drafting.attention.capabilities import Capabilities, choose_attention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from tests.conftest import raw_config
@@ -35,14 +33,19 @@ NARROW = Capabilities(frozenset({"cuda"}), frozenset({16}), kv_dtypes=frozenset(
     ],
 )
 def test_what_a_backend_cannot_serve_is_refused_with_the_list(
-    name: str, device: str, changes: dict[str, object], obstacle: str
+    name: str,
+    device: str,
+    changes: dict[str, object],
+    obstacle: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    table = {"torch": TORCH, "narrow": replace(TORCH, capabilities=NARROW)}
-    given = config(**changes), torch.device(device), table
+    table = {"torch": capabilities.CAPABILITIES["torch"], "narrow": NARROW}
+    monkeypatch.setattr(capabilities, "CAPABILITIES", table)
+    given = config(**changes), device
     with refused("attention", name) as error:
-        choose_backend(name, *given, torch.float32)
+        choose_attention(name, *given, "float32")
     assert error.value.required == f"{obstacle}; choose one of ['torch']"
-    assert choose_backend("torch", *given) == choose_backend(None, *given) == "torch"
+    assert choose_attention("torch", *given) == choose_attention(None, *given) == "torch"
 
 
 def test_within_its_limits_a_backend_serves() -> None:

@@ -1,22 +1,16 @@
-"""The interface of draft attention, torch's row, and the choice among backends by name."""
+"""The interface of draft attention, and how a backend is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
-from sglang_dflash.drafting.attention.capabilities import (
-    CAPABILITIES,
-    AttentionLoad,
-    Capabilities,
-    choose_attention,
-)
-from sglang_dflash.drafting.attention.reference import TorchAttention
+from sglang_dflash.checkpoint.draft_config import LayerAttention
+from sglang_dflash.drafting.attention.capabilities import AttentionLoad, Capabilities
 from sglang_dflash.drafting.attention.table import ContextTable
 
 
@@ -84,23 +78,3 @@ class Backend:
 
     capabilities: Capabilities
     make: Callable[[AttentionSizes], DraftAttention]
-
-
-# The one that needs no kernels. All are in `ATTENTION` of `serving/gpu/backends.py`.
-TORCH = Backend(
-    CAPABILITIES["torch"],
-    lambda sizes: TorchAttention(sizes.layers, sizes.load.draft_block),
-)
-
-
-def choose_backend(
-    name: str | None,
-    config: DraftConfig,
-    device: torch.device,
-    backends: Mapping[str, Backend],
-    kv_dtype: torch.dtype | None = None,
-) -> str:
-    """Name the backend for a draft, as `choose_attention` does, on torch's device and dtype."""
-    table = {key: row.capabilities for key, row in backends.items()}
-    named = None if kv_dtype is None else str(kv_dtype).removeprefix("torch.")
-    return choose_attention(name, config, device.type, table, named)

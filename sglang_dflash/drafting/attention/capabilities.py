@@ -148,24 +148,20 @@ CAPABILITIES: Mapping[str, Capabilities] = {
 
 
 def choose_attention(
-    name: str | None,
-    config: DraftConfig,
-    device: str,
-    table: Mapping[str, Capabilities],
-    kv_dtype: str | None = None,
+    name: str | None, config: DraftConfig, device: str, kv_dtype: str | None = None
 ) -> str:
     """The name of the backend for a draft.
 
     Args:
-        name: the one asked for; None for the first of the table that can serve this draft.
+        name: the one asked for; None for the first of `CAPABILITIES` that can serve this draft.
         device: a torch device type.
-        kv_dtype: of the draft KV cache; None if it is not known.
+        kv_dtype: of the draft KV cache, as torch names it; None if it is not known.
 
     Raises:
         ConfigError: the name is unknown, or the backend cannot serve this draft on this device; the
             message lists those that can.
     """
-    obstacles = {key: row.obstacle(config, device, kv_dtype) for key, row in table.items()}
+    obstacles = {key: row.obstacle(config, device, kv_dtype) for key, row in CAPABILITIES.items()}
     able = [key for key, obstacle in obstacles.items() if obstacle is None]
     if name is None:
         return able[0]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.drafting.attention.backend import TORCH, Backend
+from sglang_dflash.drafting.attention.backend import Backend
 from sglang_dflash.drafting.attention.capabilities import CAPABILITIES
+from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.patches.patch import LazyImport
 
@@ -23,7 +24,9 @@ ATTENTION: Mapping[str, Backend] = {
     "triton": Backend(
         CAPABILITIES["triton"], LazyImport("dflash_kernels.draft_attention:TritonAttention")
     ),
-    "torch": TORCH,
+    "torch": Backend(
+        CAPABILITIES["torch"], lambda sizes: TorchAttention(sizes.layers, sizes.load.draft_block)
+    ),
     "fa3": Backend(CAPABILITIES["fa3"], LazyImport(_FLASH + "fa3")),
     "fa4": Backend(CAPABILITIES["fa4"], LazyImport(_FLASH + "fa4")),
 }

@@ -24,17 +24,12 @@ from sglang_dflash.checkpoint.target_classes import (
 from sglang_dflash.checkpoint.tensors import check_weights
 from sglang_dflash.common.errors import ConfigError, UnsupportedDraft, shown_pair
 from sglang_dflash.common.log import Log
-from sglang_dflash.drafting.attention.backend import choose_backend
+from sglang_dflash.drafting.attention.capabilities import choose_attention
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import asks_dflash
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.patches.patch import check_ahead
-from sglang_dflash.serving.gpu.backends import (
-    ATTENTION,
-    asked_attention,
-    check_kv_dtype,
-    draft_kv_dtype,
-)
+from sglang_dflash.serving.gpu.backends import asked_attention, check_kv_dtype, draft_kv_dtype
 from sglang_dflash.serving.hybrid.rollback import replays
 from sglang_dflash.serving.patches import BUILTIN_PATCHES, REPLAY_PATCHES, WORKER_PATCHES
 from sglang_dflash.serving.start import flags
@@ -171,7 +166,8 @@ def _check_device(server_args: Any, settings: Any, config: DraftConfig) -> None:
     model_dtype = getattr(torch, settings.dtype, torch.bfloat16)
     dtype = draft_kv_dtype(server_args, model_dtype)
     check_kv_dtype(dtype, device)
-    choose_backend(asked_attention(server_args), config, device, ATTENTION, dtype)
+    kv_dtype = str(dtype).removeprefix("torch.")
+    choose_attention(asked_attention(server_args), config, device.type, kv_dtype)
 
 
 def _check_target_class(model: Any) -> None:

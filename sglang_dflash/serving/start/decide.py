@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from sglang_dflash.common.log import Log
-from sglang_dflash.drafting.attention.backend import choose_backend
+from sglang_dflash.drafting.attention.capabilities import choose_attention
 from sglang_dflash.drafting.graphs import Recorder
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.packed import Float16, packed_of
@@ -100,7 +100,8 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
 def _attention(server_args: Any, model: DraftModel, device: torch.device, kv: torch.dtype) -> str:
     """The name of the draft attention backend. Raises ConfigError."""
     requested = asked_attention(server_args)
-    chosen = choose_backend(requested, model.config, device, ATTENTION, kv)
+    dtype = str(kv).removeprefix("torch.")
+    chosen = choose_attention(requested, model.config, device.type, dtype)
     if requested is None and "flashinfer" in attention_backends_of(resolving_view(server_args)):
         logger.info(
             "the target attends by FlashInfer, the draft by %s: FlashInfer plans each "

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.common.errors import ConfigError
-from sglang_dflash.drafting.attention.backend import choose_backend
-from sglang_dflash.drafting.attention.capabilities import Capabilities
+from sglang_dflash.drafting.attention.capabilities import Capabilities, choose_attention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.groups import clear
@@ -63,7 +62,7 @@ def self_check(config: DraftConfig, device: torch.device, dtype: torch.dtype) ->
     ops = check_ops(model, config.block_size, config.block_size)
     for name in ATTENTION:
         try:
-            choose_backend(name, config, device, ATTENTION)
+            choose_attention(name, config, device.type)
             # The load of the recorded step; the check of attention has shorter requests.
             load = BenchLoad(requests=4, context=256, window=None)
             draft = load_draft(model, head, load, name, device)
@@ -268,7 +267,7 @@ def _time_op(
 def start(config: DraftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Measure the recording of steps for 48 requests, as at a server's start: seconds, before and
     after all kernels are compiled, and the memory of the graphs."""
-    name = choose_backend(None, config, device, ATTENTION)
+    name = choose_attention(None, config, device.type)
     model = random_model(config, device, dtype)
     load = BenchLoad(RECORDED[-1], 64, None)
     draft = load_draft(model, random_head(model), load, name, device, POSITIONS)
@@ -306,7 +305,7 @@ def phases(
         copies into static buffers. `host_waits`: the reason why the host waits for the GPU in an
         eager step, or None. `first_step_s`: seconds of the first step, with compilation.
     """
-    name = choose_backend(None, config, device, ATTENTION)
+    name = choose_attention(None, config, device.type)
     model = random_model(config, device, dtype)
     draft = load_draft(model, random_head(model), load, name, device)
     runs: dict[str, Callable[[], None]] = {**draft.phases(), "step": draft.step(draft.drafter)}

@@ -234,9 +234,7 @@ def _draft_memory(
     config, requests = decision.config, serving.max_running_requests
     if decision.worker != OURS or config is None:
         return None
-    attention = choose_attention(
-        serving.attention, config, "cuda", CAPABILITIES, serving.dtype_of_draft_kv
-    )
+    attention = choose_attention(serving.attention, config, "cuda", serving.dtype_of_draft_kv)
     # MLA's queries, as SGLang counts them.
     head_dim = part.head_dim if part.latent is None else _LATENT_HEAD_DIM
     narrow = NarrowForwards(

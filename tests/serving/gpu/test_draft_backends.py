@@ -12,10 +12,9 @@ from dflash_kernels.draft_ops import TritonOps
 from sglang.srt.arg_groups.overrides import resolving_view
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.drafting.attention.backend import choose_backend
+from sglang_dflash.drafting.attention.capabilities import choose_attention
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.serving.gpu.backends import (
-    ATTENTION,
     asked_attention,
     check_kv_dtype,
     check_model_dtype,
@@ -49,7 +48,7 @@ def config(**changes: Any) -> DraftConfig:
 def test_unset_takes_the_best_that_can_serve(
     device: torch.device, head_dim: int, chosen: str
 ) -> None:
-    assert choose_backend(None, config(head_dim=head_dim), device, ATTENTION) == chosen
+    assert choose_attention(None, config(head_dim=head_dim), device.type) == chosen
 
 
 ONE_DTYPE = ("fa3", "fa4")
@@ -74,10 +73,10 @@ def test_an_impossible_choice_names_what_can_run(
 ) -> None:
     wide = config(head_dim=128)
     with refused("attention", name) as error:
-        choose_backend(name, wide, device, ATTENTION, dtype)
+        choose_attention(name, wide, device.type, dtype and str(dtype)[6:])
     assert reason in error.value.required and error.value.required.endswith(instead)
     if dtype is not None:
-        choose_backend(name, wide, device, ATTENTION, torch.bfloat16)
+        choose_attention(name, wide, device.type, "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_dflash.common.errors import ConfigError
 from sglang_dflash.drafting import options
+from sglang_dflash.drafting.attention import capabilities
 from sglang_dflash.drafting.attention.capabilities import Capabilities
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.graphs import GraphedDrafter
@@ -210,7 +211,7 @@ def test_a_prefill_server_has_memory_for_no_draft_steps(
     if backend == "scratch":
         row = decide.ATTENTION["torch"]
         needs_scratch = replace(row, capabilities=replace(row.capabilities, scratch=True))
-        monkeypatch.setattr(decide, "ATTENTION", {"scratch": needs_scratch})
+        monkeypatch.setattr(decide, "ATTENTION", {"torch": needs_scratch})
     flags = {"width": "adaptive", "lookup": "on", "extension": f"{HERE}:recorded"}
     needed, made = {}, {}
     for role in ("null", "prefill"):
@@ -246,9 +247,9 @@ def test_the_models_dtype_is_judged_before_the_draft_is_loaded(
 def test_a_backend_that_cannot_read_the_draft_kv_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows = decide.ATTENTION
-    of_fp8 = replace(rows["torch"], capabilities=Capabilities(kv_dtypes=frozenset()))
-    monkeypatch.setattr(decide, "ATTENTION", {"first": of_fp8, **rows})
+    of_fp8 = Capabilities(kv_dtypes=frozenset())
+    table = {"first": of_fp8, **capabilities.CAPABILITIES}
+    monkeypatch.setattr(capabilities, "CAPABILITIES", table)
     assert started().dflash.figures.report()["draft_attention"] == "torch"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_dflash.checkpoint.published import shipped
-from sglang_dflash.drafting.attention.backend import choose_backend
+from sglang_dflash.drafting.attention.capabilities import choose_attention
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options, ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -100,7 +100,7 @@ def test_inspect_and_a_server_reserve_the_same(
     )  # fmt: skip
     monkeypatch.setattr(ServerFlags, "of", classmethod(lambda cls, _: cls(width=width)))
     policy = width_policy(None, settings, options)
-    chosen = choose_backend(name, config, CUDA, ATTENTION, torch.bfloat16)
+    chosen = choose_attention(name, config, "cuda", "bfloat16")
     monkeypatch.setattr(memory, "attention_backends", lambda: (pair.attention, pair.attention))
     monkeypatch.setattr(memory, "table_positions", lambda n: n + headroom(options.verify_block))
     monkeypatch.setattr(memory, "get_parallel", lambda: SimpleNamespace(attn_tp_size=tp))
