@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.target_config import share_of_rank
-from sglang_dflash.drafting.heads import head_module
+from sglang_dflash.drafting import heads
 from sglang_dflash.drafting.heads.head import Around, DraftHead, TargetHead
 from sglang_dflash.drafting.ops import TorchOps, norm_rope_context
 from sglang_dflash.drafting.packed import (
@@ -129,7 +129,7 @@ class DraftModel(nn.Module):
         if rows is not None:
             rows = share_of_rank("draft's draft_vocab_size", rows, self.tp.size)
             self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
-        self.head = head_module(config, self.tp, self.ops)
+        self.head = heads.HEAD_MODULES[type(config.head)](config, self.tp, self.ops)
         # Not of a state dict: a checkpoint has integers that give it.
         self.token_ids: Tensor | None
         self.register_buffer("token_ids", None, persistent=False)

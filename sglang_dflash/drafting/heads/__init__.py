@@ -5,21 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.heads.dflash2 import DFlash2Config
 from sglang_dflash.checkpoint.heads.head import HeadConfig
 from sglang_dflash.drafting.heads.dflash2 import DFlash2Module
 from sglang_dflash.drafting.heads.plain import HeadModule
-from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.parallel import TensorParallel
 
 # The network of each of `HEAD_CONFIGS`.
 HEAD_MODULES: Mapping[type[HeadConfig], type[HeadModule]] = {
     HeadConfig: HeadModule,
     DFlash2Config: DFlash2Module,
 }
-
-
-def head_module(config: DraftConfig, tp: TensorParallel, ops: TorchOps) -> HeadModule:
-    """The head's part of a draft network."""
-    return HEAD_MODULES[type(config.head)](config, tp, ops)
