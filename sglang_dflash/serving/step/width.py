@@ -97,9 +97,8 @@ class StepWidths:
         Args:
             takes_one_token: see `Step`.
         """
-        return self.policy.widths[0] if self._is_fixed else self._chosen(batch, takes_one_token)
-
-    def _chosen(self, batch: ScheduleBatch, takes_one_token: Sequence[bool]) -> int:
+        if self._is_fixed:
+            return self.policy.widths[0]
         for step in self.clock.start_step():
             self.policy.record(step)
         rids, undrafted, context, most = [], 0, 0, 0
