@@ -4,7 +4,6 @@ it, and what the next step is given."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -292,12 +291,6 @@ def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor, in_flight: int) -> D
     )
     next_input.in_flight = in_flight
     return next_input
-
-
-def at_width(width: int) -> AbstractContextManager[Any]:
-    """Let attention backends and graphs that SGLang makes meanwhile verify that many tokens per
-    request."""
-    return get_spec().override(speculative_num_draft_tokens=width)
 
 
 def serves_dflash() -> bool:

@@ -17,8 +17,8 @@ from sglang_dflash.serving.step.batch import (
     CaptureHiddenMode,
     GenerationBatchResult,
     ScheduleBatch,
-    at_width,
     decode_batch,
+    get_spec,
     verify_batch,
 )
 
@@ -140,7 +140,7 @@ def _make_at(width: int, runner: Any, verify_block: int) -> tuple[Any, Any]:
     for its own adaptive speculation (eagle_worker_v2.py)."""
     began, graphs = time.perf_counter(), runner.decode_cuda_graph_runner
     # Backends and graphs read the width while they are made.
-    with at_width(width):
+    with get_spec().override(speculative_num_draft_tokens=width):
         attention = runner._get_attention_backend()
         attention.prefill_attention_backend_str = runner.prefill_attention_backend_str
         attention.decode_attention_backend_str = runner.decode_attention_backend_str

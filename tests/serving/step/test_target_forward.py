@@ -18,6 +18,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from sglang_dflash.serving.step import batch as our_batch
+from sglang_dflash.serving.step import target_forward as our_forward
 from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from sglang_dflash.serving.step.target_forward import (
     _WITH_INDEX_BUFFERS,
@@ -76,7 +77,7 @@ def _spec(monkeypatch: pytest.MonkeyPatch) -> None:
             spec.width = BLOCK
 
     spec.override = override
-    for module in (runtime_context, our_batch):
+    for module in (runtime_context, our_batch, our_forward):
         monkeypatch.setattr(module, "get_spec", lambda: spec)
 
 
