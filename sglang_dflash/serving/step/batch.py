@@ -49,7 +49,8 @@ def verify_batch(
         _count_in(batch, width)
         verify_input = DFlashVerifyInput(
             draft_token=block.flatten(),
-            positions=positions.flatten(),
+            # Gemma 4's forward adds one to them in place.
+            positions=positions.flatten().clone(),
             draft_token_num=width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )

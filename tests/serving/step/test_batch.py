@@ -49,6 +49,21 @@ def test_a_verify_forward_leaves_the_lengths_as_they_were(
     assert batch.seq_lens_cpu is before[0] and batch.seq_lens_sum == before[1]
 
 
+def test_a_forward_may_change_its_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4's class with images adds one in place. The step's own say where draft K/V belongs,
+    and which noise a token is drawn with."""
+
+    def add_one(verify_input: Any, *_: Any) -> tuple[list[int], None]:
+        verify_input.positions += 1
+        return verify_input.positions.tolist(), None
+
+    monkeypatch.setattr(ours.DFlashVerifyInput, "prepare_for_verify", add_one)
+    batch = batch_of(seq_lens_cpu=torch.tensor([5, 9]), seq_lens_sum=14)
+    block, positions = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[5, 6], [9, 10]])
+    assert ours.verify_batch(batch, None, block, positions, block) == [6, 7, 10, 11]
+    assert positions.tolist() == [[5, 6], [9, 10]]
+
+
 class Pool:
     """Stands in for SGLang's pool: an allocator of `free` slots, in pages."""
 
