@@ -29,6 +29,7 @@ _TRITON = (
      ("scatter_mamba_states_after_mtp_verify", "track_mamba_states_if_needed",
       "track_mamba_states_all_layers")),
     ("attention.table_qk_norm_rope", "torch_ops", ("table_qk_norm_rope_",)),
+    ("activation.softcap", "torch_ops", ("softcap_inplace_logits",)),
 )  # fmt: skip
 PATCHES = (
     *(

@@ -172,6 +172,13 @@ def table_qk_norm_rope_(
     heads.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
 
 
+def softcap_inplace_logits(
+    full_logits: torch.Tensor, final_logit_softcapping: float
+) -> torch.Tensor:
+    """Bound logits of any shape to less than the cap, in place, and return them."""
+    return full_logits.div_(final_logit_softcapping).tanh_().mul_(final_logit_softcapping)
+
+
 def forbid_tokens(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
     """In place of `XGrammarGrammarBackend.apply_vocab_mask`: mask logits in place on the CPU."""
     from xgrammar import apply_token_bitmask_inplace

@@ -12,6 +12,7 @@ from sglang_dflash.plugins.platform_cpu.linear import update_by_ipc
 from sglang_dflash.plugins.platform_cpu.torch_ops import (
     create_on_host,
     send_prefix_without_event,
+    softcap_inplace_logits,
     table_qk_norm_rope_,
 )
 
@@ -42,6 +43,15 @@ def test_norm_and_rotation_of_the_built_in_workers_draft(dtype: torch.dtype) -> 
     # The reference rounds each product of the rotation to bfloat16.
     rounding = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(qkv, wanted, **rounding)
+
+
+def test_logits_are_bounded_in_place() -> None:
+    """As the logits processor bounds them where it knows that it has no GPU. It drops the result of
+    the kernel."""
+    logits = 40 * torch.randn(TOKENS, DIM)
+    wanted = 30 * torch.tanh(logits / 30)
+    assert softcap_inplace_logits(logits, 30.0) is logits
+    torch.testing.assert_close(logits, wanted)
 
 
 def test_what_is_changed_for_a_call_comes_back_after_its_failure() -> None:

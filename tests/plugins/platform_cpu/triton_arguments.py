@@ -75,6 +75,7 @@ def triton_arguments() -> dict[str, tuple[Any, ...]]:
             torch.randn(TOKENS, 4 * DIM).bfloat16(), torch.arange(TOKENS), torch.ones(DIM),
             torch.ones(DIM), torch.randn(9, DIM), 2, 1, DIM, 1e-6,
         ),
+        "softcap.softcap_inplace_logits": (torch.randn(TOKENS, DIM), 30.0),
         "allocation.assign_req_to_token_pool_func": (
             slot, table, slot, slot + 2, torch.arange(2), 1,
         ),
