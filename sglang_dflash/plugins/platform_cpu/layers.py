@@ -17,10 +17,11 @@ def register(key: str) -> None:
     """Register these functions as SGLang's fused operations for the dispatch key of a platform."""
     from sglang.kernels.fused_op import BaseFusedOp
     from sglang.srt.layers.activation import SiluAndMul
-    from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+    from sglang.srt.layers.layernorm import Gemma4RMSNorm, GemmaRMSNorm, RMSNorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     forwards = {SiluAndMul: silu_and_mul, RMSNorm: rms_norm, GemmaRMSNorm: gemma_rms_norm}
+    forwards[Gemma4RMSNorm] = gemma4_rms_norm
     # Subclasses compute other angles, and rotate in the same way as their base class.
     rotaries = [RotaryEmbedding]
     for layer_class in rotaries:
@@ -73,6 +74,16 @@ def gemma_rms_norm(
     if weight.dtype != x.dtype:
         return self.forward_native(x, residual, post_residual_addition)
     return _norm(x, residual, post_residual_addition, weight, self.variance_epsilon)
+
+
+def gemma4_rms_norm(self: Any, x: Tensor) -> Tensor:
+    """Return the RMSNorm of x `[..., E]`, computed in float32.
+
+    A norm without a scale has weights of one, but for that of a router of experts, which has the
+    router's scale in them. SGLang's kernel reads them, its torch code does not.
+    """
+    weight = self.weight.float() + (self.scale_shift if self.with_scale else 0)
+    return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
 
 
 def _norm(

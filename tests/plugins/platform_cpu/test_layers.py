@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.activation import SiluAndMul
-from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+from sglang.srt.layers.layernorm import Gemma4RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 from torch import nn
@@ -47,6 +47,17 @@ def test_norms(kind: type, more: int) -> None:
 def test_a_norm_of_another_kind_is_sglangs(settings: dict) -> None:
     own, x = norm(**settings), torch.randn(5, WIDTH)
     assert torch.equal(layers.rms_norm(own, x), own.forward_native(x))
+
+
+@pytest.mark.parametrize("settings", [{}, {"scale_shift": 1.0}, {"with_scale": False}])
+def test_the_norm_of_gemma_4(settings: dict) -> None:
+    own, x = Gemma4RMSNorm(WIDTH, **settings), torch.randn(5, 3, WIDTH)
+    torch.testing.assert_close(layers.gemma4_rms_norm(own, x), own.forward_native(x))
+    # That of a router, whose scale SGLang's torch code leaves out.
+    scale = own.weight.data.normal_() + settings.get("scale_shift", 0)
+    wanted = Gemma4RMSNorm(WIDTH).forward_native(x) * scale
+    torch.testing.assert_close(layers.gemma4_rms_norm(own, x), wanted)
+    assert torch.allclose(own.forward_native(x), wanted) == own.with_scale
 
 
 def test_silu_and_mul() -> None:
