@@ -19,7 +19,7 @@ from sglang_dflash.tools.demo_pairs.pairs import demo_pair
 from tests.conftest import random_model, raw_config, rewrite
 from tests.engine.hybrid import BLOCK_SIZE, SHAPE, save_random_hybrid
 from tests.engine.seeing import save_seeing_hybrid
-from tests.engine.target_kinds import KINDS, save_kimi, save_target
+from tests.engine.target_kinds import GEMMA4_KINDS, KINDS, save_gemma4, save_kimi, save_target
 from tests.engine.tokens import name_tokens
 from tests.speculators import rewrite_in_that_layout
 
@@ -280,6 +280,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     },
     "target-NVFP4": functools.partial(quantized_target, name="NVFP4"),
     **{f"target-{kind}": functools.partial(save_target, name=kind) for kind in KINDS},
+    **{f"target-{kind}": functools.partial(save_gemma4, name=kind) for kind in GEMMA4_KINDS},
     "kimi": save_kimi,
     "adapter": adapter,
     "thinking": thinking,

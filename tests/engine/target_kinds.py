@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.hybrid import SHAPE, copy_tokenizer
+from tests.engine.tokens import name_tokens
 
 # Of DeepSeek's attention: a latent of 32 and 16 rotated dims are cached, whatever the heads.
 LATENT: dict[str, Any] = {
@@ -72,10 +73,53 @@ class Kind(NamedTuple):
     published: Mapping[str, Any] = MappingProxyType({})
 
 
+# Gemma 4's special tokens, by their names in its configuration: ids of the demo vocabulary, texts.
+_GEMMA_TOKENS = {
+    "image_token_id": (1016, "<|image|>"),
+    "boi_token_id": (1017, "<|image>"),
+    "eoi_token_id": (1018, "<image|>"),
+    "video_token_id": (1019, "<|video|>"),
+    "audio_token_id": (1015, "<|audio|>"),
+    "boa_token_id": (1014, "<|audio>"),
+    "eoa_token_index": (1013, "<audio|>"),
+}
+_GEMMA_VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "position_embedding_size": 64,
+    "standardize": True,
+}
+
+
 def _shape(**fields: Any) -> dict[str, Any]:
     """`SHAPE` without what only Gated DeltaNet has."""
     own = {key: value for key, value in SHAPE.items() if not key.startswith("linear_")}
     return {**own, "bos_token_id": None, **fields}
+
+
+def _gemma4(**fields: Any) -> dict[str, Any]:
+    """Of the class with images, as the published ones: full layers have wider heads, fewer keys,
+    and keys for values."""
+    text = _shape(
+        intermediate_size=128,
+        hidden_size_per_layer_input=0,
+        num_key_value_heads=4,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        final_logit_softcapping=30.0,
+        use_bidirectional_attention="vision",
+        tie_word_embeddings=True,
+        **fields,
+    )
+    tokens = {name: token for name, (token, _) in _GEMMA_TOKENS.items()}
+    return {**tokens, "text_config": text, "vision_config": _GEMMA_VISION}
 
 
 KINDS: dict[str, Kind] = {
@@ -112,6 +156,12 @@ KINDS: dict[str, Kind] = {
             tie_word_embeddings=True,
         ),
     ),
+    "gemma4": Kind("Gemma4Config", "Gemma4ForConditionalGeneration", _gemma4()),
+    "gemma4-moe": Kind(
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        _gemma4(enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=32),
+    ),
     "llama3": Kind(
         "LlamaConfig",
         "LlamaForCausalLM",
@@ -130,6 +180,8 @@ KINDS: dict[str, Kind] = {
     ),
 }
 
+GEMMA4_KINDS = ("gemma4", "gemma4-moe")
+
 
 def save_target(folder: Path, name: str) -> None:
     """Write the checkpoint of that kind, the same on every call."""
@@ -144,6 +196,33 @@ def save_target(folder: Path, name: str) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **kind.published}))
     copy_tokenizer(folder)
+
+
+def save_gemma4(folder: Path, name: str) -> None:
+    """Write that kind, with the processors that SGLang asks for, also to serve texts only."""
+    save_target(folder, name)
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    for key, tensor in weights.items():
+        if key.endswith("embed_tokens.weight"):
+            # A tied model repeats its last token if embeddings are wide. Answers must not have
+            # placeholders: Transformers embeds them in another way than SGLang.
+            tensor /= 2
+            tensor[list(dict(_GEMMA_TOKENS.values()))] = 0
+        elif key.endswith("layer_scalar"):
+            tensor.fill_(0.75)
+    save_file(weights, file, metadata={"format": "pt"})
+    name_tokens(folder, dict(_GEMMA_TOKENS.values()), special=True)
+    file = folder / "tokenizer_config.json"
+    named = {key.partition("_")[0]: text for key, (_, text) in _GEMMA_TOKENS.items()}
+    raw = json.loads(file.read_text()) | {f"{key}_token": text for key, text in named.items()}
+    file.write_text(json.dumps(raw))
+    parts = {"image_processor": "ImageProcessor", "video_processor": "VideoProcessor"}
+    parts |= {"feature_extractor": "AudioFeatureExtractor"}
+    processors = {key: {f"{key}_type": f"Gemma4{part}"} for key, part in parts.items()}
+    processors["image_processor"]["max_soft_tokens"] = 70
+    outer = {"processor_class": "Gemma4Processor", **processors}
+    (folder / "processor_config.json").write_text(json.dumps(outer))
 
 
 # Sizes of a vision tower, by the published names: those of the projector are the last two.
