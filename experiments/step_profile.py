@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -174,7 +175,8 @@ def named(events: Iterable[Event], *parts: str) -> int:
 def table(result: dict[str, Any]) -> list[str]:
     return [
         f"{name}, {level} at a time, {phase}: {figures['host_ms']:g} ms of the host, done after "
-        f"{figures['until_done_ms']:g} ms, "
+        # Results of before 2026-11-29 do not have it.
+        f"{figures.get('until_done_ms', math.nan):g} ms, "
         f"{figures['kernel_launches']:g} kernel and {figures['graph_launches']:g} graph launches, "
         f"{figures['copies']:g} copies, {figures['waits']:g} waits "
         f"({figures['waits_in_run_batch']:g} in run_batch), GPU busy {figures['gpu_busy_ms']:g} ms"
