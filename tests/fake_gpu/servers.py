@@ -127,8 +127,10 @@ DEFAULT_PLAIN = on_gpu(
         mem_fraction_static=0.5,
     )
 )
-DEFAULT = DEFAULT_PLAIN.named("gpu-default").having(
-    speculative_algorithm="DFLASH", speculative_draft_model_path=DENSE.draft
+DEFAULT = (
+    DEFAULT_PLAIN.named("gpu-default")
+    .having(speculative_algorithm="DFLASH", speculative_draft_model_path=DENSE.draft)
+    .with_env(**{TWINS: "1"})
 )
 PREFILL_GRAPHS = DFLASH.named("gpu-prefill-graphs").having(
     cuda_graph_backend_prefill=None, cuda_graph_max_bs_prefill=64
