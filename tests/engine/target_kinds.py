@@ -102,8 +102,8 @@ def _shape(**fields: Any) -> dict[str, Any]:
 
 
 def _gemma4(**fields: Any) -> dict[str, Any]:
-    """Of the class with images, as the published ones: full layers have wider heads, fewer keys,
-    and keys for values."""
+    """Return the fields of the class with images, as the published ones: full layers have wider
+    heads, fewer keys, and keys for values."""
     text = _shape(
         intermediate_size=128,
         hidden_size_per_layer_input=0,
