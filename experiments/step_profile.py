@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import random
 import statistics
 import tempfile
@@ -70,8 +69,7 @@ def profile(server: load.SGLang, requests: int, options: Options) -> dict[str, d
 
     def ask(seed: int) -> None:
         draw = random.Random(seed)
-        # A short answer, and a request that comes when it has ended. A step commits a token or
-        # more.
+        # The second request arrives when a short answer has ended. A step commits a token or more.
         for tokens in (max(1, options.steps // 4), 16 * options.steps):
             prompt = draw.choices(range(options.vocabulary), k=options.prompt_tokens)
             server.ask(prompt, tokens, ignore_eos=True)
@@ -111,8 +109,8 @@ def read_trace(folder: Path) -> list[Event]:
 
 
 def summary(events: Iterable[Event]) -> dict[str, dict[str, float]]:
-    """Return medians over the scheduler's iterations, for those with a prefill, apart for those
-    that follow a step, and for steps.
+    """Return medians over the scheduler's iterations: of prefills, of prefills that follow a step,
+    and of steps.
 
     `host_ms`: of `run_batch`. `until_done_ms`: from its beginning until the GPU has done all that
     it launched. `waits`: calls in which the host waits for the GPU, from one
@@ -174,12 +172,12 @@ def named(events: Iterable[Event], *parts: str) -> int:
 
 def table(result: dict[str, Any]) -> list[str]:
     return [
-        f"{name}, {level} at a time, {phase}: {figures['host_ms']:g} ms of the host, done after "
-        # Results of before 2026-11-29 do not have it.
-        f"{figures.get('until_done_ms', math.nan):g} ms, "
+        f"{name}, {level} at a time, {phase}: {figures['host_ms']:g} ms of the host, "
         f"{figures['kernel_launches']:g} kernel and {figures['graph_launches']:g} graph launches, "
         f"{figures['copies']:g} copies, {figures['waits']:g} waits "
         f"({figures['waits_in_run_batch']:g} in run_batch), GPU busy {figures['gpu_busy_ms']:g} ms"
+        # Results from before 2026-11-29 do not have this figure.
+        + (f", done after {figures['until_done_ms']:g} ms" if "until_done_ms" in figures else "")
         for name, levels in result["servers"].items()
         for level, phases in levels.items()
         for phase, figures in phases.items()

@@ -39,16 +39,17 @@ Qwen3_5MoeForConditionalGeneration Qwen4ExpForConditionalGeneration TeleFLMForCa
 # These inherit it, and a forward of their own drops the hidden states: SGLang's server would end in
 # its first forward, when the weights are loaded.
 SILENT = frozenset({"Qwen4ExpForConditionalGeneration"})
-# These give what a layer reads, and nothing reads the last layer's output: SGLang's server would
-# end when it has loaded the weights, or fail every request. Some of the others give it.
-_READ = """
+# SGLang captures hidden states of these where a layer reads them, and no layer reads the output of
+# the last one: its server would end after it has loaded the weights, or fail every request. Other
+# classes may give that output, too.
+_LAST_NOT_GIVEN = """
 DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekV32ForCausalLM Glm4MoeLiteForCausalLM
 GlmMoeDsaForCausalLM KimiK25ForConditionalGeneration LlamaForCausalLM MistralForCausalLM
 Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3VLForConditionalGeneration
 Qwen3VLMoeForConditionalGeneration Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
 Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
 """
-WITHOUT_LAST_OUTPUT = frozenset(_READ.split())
+WITHOUT_LAST_OUTPUT = frozenset(_LAST_NOT_GIVEN.split())
 TARGETS = frozenset(_NAMES.split()) - SILENT
 
 

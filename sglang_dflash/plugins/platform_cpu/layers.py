@@ -20,8 +20,12 @@ def register(key: str) -> None:
     from sglang.srt.layers.layernorm import Gemma4RMSNorm, GemmaRMSNorm, RMSNorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
-    forwards = {SiluAndMul: silu_and_mul, RMSNorm: rms_norm, GemmaRMSNorm: gemma_rms_norm}
-    forwards[Gemma4RMSNorm] = gemma4_rms_norm
+    forwards = {
+        SiluAndMul: silu_and_mul,
+        RMSNorm: rms_norm,
+        GemmaRMSNorm: gemma_rms_norm,
+        Gemma4RMSNorm: gemma4_rms_norm,
+    }
     # Subclasses compute other angles, and rotate in the same way as their base class.
     rotaries = [RotaryEmbedding]
     for layer_class in rotaries:
@@ -79,8 +83,8 @@ def gemma_rms_norm(
 def gemma4_rms_norm(self: Any, x: Tensor) -> Tensor:
     """Return the RMSNorm of x `[..., E]`, computed in float32.
 
-    A norm without a scale has weights of one, but for that of a router of experts, which has the
-    router's scale in them. SGLang's kernel reads them, its torch code does not.
+    The weights of a norm without a scale are one, except in a router of experts, where they hold
+    the router's scale. SGLang's kernel multiplies by them; its torch code does not.
     """
     weight = self.weight.float() + (self.scale_shift if self.with_scale else 0)
     return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)

@@ -42,7 +42,7 @@ class StagingBuffer:
 
     @property
     def is_free(self) -> bool:
-        """True if nobody reads or writes it any more."""
+        """Return whether the thread and the device have finished with it."""
         is_done = self.job is not None and self.job.done()
         return is_done and (self.event is None or bool(self.event.query()))
 
@@ -116,7 +116,7 @@ class Staging:
 
     @property
     def is_idle(self) -> bool:
-        """True if everything that was sent is taken in."""
+        """Return whether everything that was sent has been taken in."""
         return not self._sent and all(job.done() for job in self._jobs)
 
     def wait(self) -> None:

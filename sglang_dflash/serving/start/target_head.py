@@ -40,7 +40,9 @@ def unserved_target(model: Any) -> str | None:
     lm_head = unwrap_lora_layer(getattr(model, "lm_head", None))
     if not hasattr(lm_head, "shard_indices") and not _is_whole(lm_head):
         name = "missing" if lm_head is None else type(lm_head).__name__
-        return f"the target's lm_head: {name}, one of SGLang's vocabulary-parallel layers is needed"
+        return (
+            f"the target's lm_head: {name}; needed: a vocabulary-parallel layer or an embedding"
+        )
     if packed_of(lm_head) is not None or _has_method(lm_head):
         return None
     weight = getattr(lm_head, "weight", None)
@@ -52,8 +54,8 @@ def unserved_target(model: Any) -> str | None:
 
 
 def _is_whole(lm_head: Any) -> bool:
-    """Return whether every rank has the whole lm_head: that of Gemma 4 is its embedding, which is
-    torch's."""
+    """Return whether every rank has the whole lm_head, as with Gemma 4, whose lm_head is a torch
+    embedding."""
     return isinstance(lm_head, nn.Embedding)
 
 

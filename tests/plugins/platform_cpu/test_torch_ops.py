@@ -46,8 +46,8 @@ def test_norm_and_rotation_of_the_built_in_workers_draft(dtype: torch.dtype) -> 
 
 
 def test_logits_are_bounded_in_place() -> None:
-    """As the logits processor bounds them where it knows that it has no GPU. It drops the result of
-    the kernel."""
+    """The logits processor computes the same where it knows that it has no GPU. It ignores what the
+    function returns, so logits change in place."""
     logits = 40 * torch.randn(TOKENS, DIM)
     wanted = 30 * torch.tanh(logits / 30)
     assert softcap_inplace_logits(logits, 30.0) is logits

@@ -120,7 +120,7 @@ def test_a_stale_method_is_not_applied_to_a_dense_weight() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_embedding_that_every_rank_has_whole_is_borrowed(ranks: int) -> None:
-    """As Gemma 4's, which scales what it embeds, and is not scaled as an lm_head."""
+    """Gemma 4's embedding scales what it embeds; as the lm_head, its weight is used unscaled."""
     tied = Gemma3TextScaledWordEmbedding(VOCAB, HIDDEN, 0, embed_scale=HIDDEN**0.5)
     model, hidden = Model(tied), torch.randn(5, HIDDEN)
     model.get_input_embeddings = lambda: tied
