@@ -40,9 +40,7 @@ def unserved_target(model: Any) -> str | None:
     lm_head = unwrap_lora_layer(getattr(model, "lm_head", None))
     if not hasattr(lm_head, "shard_indices") and not _is_whole(lm_head):
         name = "missing" if lm_head is None else type(lm_head).__name__
-        return (
-            f"the target's lm_head: {name}; needed: a vocabulary-parallel layer or an embedding"
-        )
+        return f"the target's lm_head: {name}; needed: a vocabulary-parallel layer or an embedding"
     if packed_of(lm_head) is not None or _has_method(lm_head):
         return None
     weight = getattr(lm_head, "weight", None)
